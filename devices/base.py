@@ -1,0 +1,164 @@
+"""What the engine may ask of a device: a frozen set of capabilities and three small protocols.
+
+Code above `devices/` asks `Capabilities`, never a device's name. Everything in it defaults to "no", so a device that
+forgets to declare something is refused where it matters instead of computing something wrong. `Device` opens memory
+and attention, `AttentionBackend` computes attention over paged KV. Nothing here imports torch: the scheduler reads
+capabilities too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from devices.pages import IntArray
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+ResumeUnit = Literal["token", "page"]
+MaskKind = Literal["causal"]
+
+
+class UnsupportedPageSize(ValueError):
+    """The device's attention is not known to be correct with this page size."""
+
+    def __init__(self, page_size: int, device: str, supported: tuple[int, ...]) -> None:
+        self.page_size, self.supported = page_size, supported
+        sizes = ", ".join(map(str, supported)) or "none"
+        super().__init__(
+            f"page_size={page_size} is not supported by device {device!r}: its attention is correct with {sizes}; "
+            f"use --page-size {supported[0] if supported else '?'}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a device does *correctly*.
+
+    Attributes:
+        page_sizes: page sizes, in tokens, that every attention path of the device accepts and computes right.
+        default_page_size: the one to use when nobody says.
+        resume_unit: where a computation may continue from existing KV: any token, or a page border only.
+        dtypes, kv_dtypes: names of torch dtypes for weights and activations, and for KV; the first is preferred.
+        slot_dtype, table_dtype: integer types that its kernels want for slots and page tables.
+        masks: attention masks that it computes.
+        graph_capture, overlap: whether a step can be captured, and planned while another runs.
+        collectives: name of its communication library.
+    """
+
+    page_sizes: tuple[int, ...] = ()
+    default_page_size: int = 0
+    resume_unit: ResumeUnit = "page"
+    dtypes: tuple[str, ...] = ()
+    kv_dtypes: tuple[str, ...] = ()
+    slot_dtype: str = ""
+    table_dtype: str = ""
+    masks: frozenset[MaskKind] = frozenset()
+    graph_capture: bool = False
+    overlap: bool = False
+    collectives: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """Memory of a device in bytes: what it has, and what could be taken now."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayer:
+    """Paged keys and values of one attention layer, in the device's own layout.
+
+    Attributes:
+        k, v: tensors with one page dimension; only the device that made them knows the rest of their layout.
+        index: number of the layer in the model.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """One step as attention sees it; prefill, chunk, decode and verify differ in `query_lens` alone.
+
+    Attributes:
+        query_lens: new tokens of each request, int32 [batch], host; their sum is the step's number of tokens.
+        seq_lens: readable tokens of each request once this step has written its own, int32 [batch], host.
+        page_tables: page ids of each request, int32 [batch, pages], on the device; padding is page 0.
+        slots: where the new tokens' keys and values go, int64 [tokens], host, in the order of the tokens.
+        page_size: tokens in a page.
+        mask: which of the readable tokens a new token attends to.
+    """
+
+    query_lens: IntArray
+    seq_lens: IntArray
+    page_tables: torch.Tensor
+    slots: npt.NDArray[np.int64]
+    page_size: int
+    mask: MaskKind = "causal"
+
+
+class AttentionBackend(Protocol):
+    """Attention over paged KV for one group of layers (all layers that share page tables and geometry)."""
+
+    def plan(self, step: AttentionMetadata) -> None:
+        """Prepare what all layers of the group share in this step."""
+        ...
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KvLayer) -> torch.Tensor:
+        """Store the new keys and values, then attend.
+
+        Args:
+            q: [tokens, num_heads, head_dim]; k, v: [tokens, num_kv_heads, head_dim].
+        Returns:
+            [tokens, num_heads, head_dim], in the dtype of `q`.
+        """
+        ...
+
+
+class Device(Protocol):
+    """One opened device."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def description(self) -> str:
+        """One line for people: hardware and library versions."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    def memory(self) -> MemoryInfo: ...
+
+    def kv_layer(
+        self, index: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> KvLayer:
+        """Zeroed KV of one layer for `num_pages` pages (the padding page included) in the device's layout."""
+        ...
+
+    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
+        """An attention backend for layers of this shape, softmax scale `head_dim ** -0.5`."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until everything launched so far is done."""
+        ...
+
+
+def check_page_size(page_size: int, device: str, capabilities: Capabilities) -> int:
+    """`page_size`, or UnsupportedPageSize with the sizes that are."""
+    if page_size not in capabilities.page_sizes:
+        raise UnsupportedPageSize(page_size, device, capabilities.page_sizes)
+    return page_size

@@ -1,0 +1,72 @@
+"""The CPU as a device: memory, KV layout and capabilities. It resumes at the token and computes fp32 and bf16."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from devices.base import AttentionBackend, Capabilities, KvLayer, MemoryInfo
+from devices.cpu.attention import PagedAttention
+
+PAGE_SIZES = (1, 16, 32, 64, 128)
+
+
+class CpuDevice:
+    """KV of a layer is `[pages, num_kv_heads, page_size, head_dim]`: a head's page is contiguous, so a row of pages
+    gathers into `[num_kv_heads, tokens, head_dim]`, which is what a batched matrix product wants."""
+
+    def __init__(self) -> None:
+        fast_bf16 = _has_fast_bf16()
+        dtypes = ("bfloat16", "float32") if fast_bf16 else ("float32", "bfloat16")
+        self.name = "cpu"
+        self.torch_device = torch.device("cpu")
+        self.capabilities = Capabilities(
+            page_sizes=PAGE_SIZES,
+            default_page_size=16,
+            resume_unit="token",
+            dtypes=dtypes,
+            kv_dtypes=dtypes,
+            slot_dtype="int64",
+            table_dtype="int32",
+            masks=frozenset({"causal"}),
+            collectives="gloo" if torch.distributed.is_available() else None,
+        )
+        self.description = (
+            f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, prefers {dtypes[0]}, "
+            f"page {self.capabilities.default_page_size}, resumes at the token"
+        )
+
+    def memory(self) -> MemoryInfo:
+        """Physical memory, and what the system says could be given out without swapping."""
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return MemoryInfo(total, min(total, _available_bytes(total)))
+
+    def kv_layer(
+        self, index: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> KvLayer:
+        shape = (num_pages, num_kv_heads, page_size, head_dim)
+        return KvLayer(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), index)
+
+    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
+        return PagedAttention(num_heads, num_kv_heads, head_dim)
+
+    def synchronize(self) -> None:
+        """CPU work is done when its call returns."""
+
+
+def _has_fast_bf16() -> bool:
+    """Whether bf16 products run on bf16 hardware; without it they are slower than fp32."""
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+
+
+def _available_bytes(total: int) -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return total
+    values = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    return values.get("MemAvailable", total)

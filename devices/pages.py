@@ -1,0 +1,74 @@
+"""All page arithmetic of the engine; no other module divides by a page size.
+
+A *page* holds `page_size` consecutive tokens of one row. Token `i` of a row lives in the row's page `i // page_size`,
+at the slot `page_id * page_size + i % page_size`. Lengths are tokens unless a name says pages. The one device rule in
+here is `align_resume`: how much of KV that already exists a new computation may continue from.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from devices.base import Capabilities
+
+IntArray = npt.NDArray[np.int32]
+"""Page ids, slots, rows and lengths on the host: int32, one dimension unless said otherwise."""
+
+
+def floor_page(length: int, page_size: int) -> int:
+    """Largest whole-page length that is `<= length`, in tokens."""
+    return length - length % page_size
+
+
+def ceil_page(length: int, page_size: int) -> int:
+    """Smallest whole-page length that is `>= length`, in tokens."""
+    return length + -length % page_size
+
+
+def page_count(length: int, page_size: int) -> int:
+    """Number of pages that hold `length` tokens."""
+    return -(-length // page_size)
+
+
+def is_whole_pages(length: int, page_size: int) -> bool:
+    return length % page_size == 0
+
+
+def align_resume(length: int, page_size: int, capabilities: Capabilities) -> int:
+    """How many of `length` readable tokens a new computation may continue from.
+
+    A device whose resume unit is the token continues anywhere; one whose resume unit is the page must start on a page
+    border, so up to `page_size - 1` tokens are computed again.
+    """
+    return length if capabilities.resume_unit == "token" else floor_page(length, page_size)
+
+
+def slots_of(pages: IntArray, start: int, end: int, page_size: int) -> npt.NDArray[np.int64]:
+    """Slots of tokens `[start, end)` of a row whose page ids are `pages`, int64 [end - start]."""
+    position = np.arange(start, end, dtype=np.int64)
+    return pages[position // page_size].astype(np.int64) * page_size + position % page_size
+
+
+def ragged_positions(starts: IntArray, lengths: IntArray) -> IntArray:
+    """Concatenated positions `starts[i] .. starts[i] + lengths[i]` of a ragged batch, int32 [sum(lengths)].
+
+    starts [5, 0], lengths [1, 3]  ->  [5, 0, 1, 2]
+    """
+    ends = np.cumsum(lengths, dtype=np.int32)
+    total = int(ends[-1]) if len(ends) else 0
+    positions: IntArray = np.arange(total, dtype=np.int32) + np.repeat(starts - (ends - lengths), lengths)
+    return positions
+
+
+def ragged_slots(tables: IntArray, starts: IntArray, lengths: IntArray, page_size: int) -> npt.NDArray[np.int64]:
+    """Slots of a ragged batch: for row `i` of `tables` (int32 [batch, pages]), tokens `[starts[i], +lengths[i])`.
+
+    Returns int64 [sum(lengths)], in the order of `ragged_positions`.
+    """
+    position = ragged_positions(starts, lengths)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    return tables[owner, position // page_size].astype(np.int64) * page_size + position % page_size

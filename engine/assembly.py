@@ -1,0 +1,185 @@
+"""Builds an engine from its arguments, in the order in which things can fail: device, model files, sizes, weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from devices.base import Capabilities, Device, UnsupportedPageSize, check_page_size
+from devices.page_pool import PageFamilies, PageFamily
+from devices.registry import DeviceUnavailable, open_device
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.errors import ConfigError
+from engine.models.config import ModelConfig
+from engine.models.registry import load_model
+from engine.runner import ModelRunner
+from engine.scheduler.scheduler import Scheduler
+from engine.text.tokenizer import Tokenizer
+from engine.weights.catalog import cache_dir, resolve_model
+from engine.weights.gguf import GgufSource
+from engine.weights.source import WeightSource, open_source
+from mem_cache.allocation import KvAllocator
+from mem_cache.kv_info import RowGeometry
+from mem_cache.pools import attention_kv
+from mem_cache.rows import RowPool
+from mem_cache.sizing import DoesNotFit, PoolSize, attention_token_bytes, size_pools
+from mem_cache.tree.components import FullPages
+from mem_cache.tree.events import KvEventLog
+from mem_cache.tree.prefix_tree import PrefixTree
+
+logger = logging.getLogger("rung")
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """An engine and what its front needs beside it."""
+
+    core: EngineCore
+    tokenizer: Tokenizer
+    config: EngineConfig
+    model_config: ModelConfig
+    device: Device
+    pool: PoolSize
+    events: KvEventLog | None
+
+
+def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Assembly:
+    """Open the device, load the model, size the pools.
+
+    Args:
+        progress: called with (tensors loaded, tensors in all).
+    Raises:
+        ConfigError, ModelLoadError: with what to change.
+    """
+    device = _open(config)
+    page_size = _page_size(config, device)
+    source = open_source(resolve_model(config.model.model, cache_dir(config.model_cache)))
+    model_config = source.config
+    tokenizer = _tokenizer(source)
+    dtype = _dtype(config.model.dtype, device.capabilities.dtypes, "dtype")
+    kv_dtype = dtype if config.memory.kv_cache_dtype == "auto" else getattr(torch, config.memory.kv_cache_dtype)
+    context_len = _context_len(config, model_config)
+
+    total_bytes = device.memory().total_bytes
+    model, report = load_model(source, dtype, device.torch_device, progress)
+    token_bytes = attention_token_bytes(
+        model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, kv_dtype.itemsize
+    )
+    try:
+        pool = size_pools(
+            budget_bytes=int(total_bytes * config.mem_fraction) - report.num_bytes,
+            token_bytes=token_bytes,
+            page_size=page_size,
+            context_len=context_len,
+            max_total_tokens=config.memory.max_total_tokens,
+            max_running_requests=config.memory.max_running_requests,
+        )
+    except DoesNotFit as error:
+        raise ConfigError(str(error)) from error
+
+    events = KvEventLog() if config.cache.enable_kv_cache_events else None
+    allocator = _allocator(config, pool, page_size, events)
+    kv = attention_kv(
+        device,
+        num_layers=model_config.num_layers,
+        num_pages=pool.num_pages,
+        page_size=page_size,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        dtype=kv_dtype,
+    )
+    scheduler = Scheduler(
+        allocator,
+        device.capabilities,
+        policy=config.schedule.schedule_policy,
+        conservativeness=config.schedule.schedule_conservativeness,
+        chunk_tokens=config.chunk_tokens,
+    )
+    vocab_size = min(model_config.vocab_size, tokenizer.vocab_size)
+    core = EngineCore(
+        scheduler,
+        ModelRunner(model, device, kv, allocator.geometry, pool.num_rows, vocab_size),
+        context_len=context_len,
+        vocab_size=vocab_size,
+        eos_token_ids=frozenset(model_config.eos_token_ids) | tokenizer.eos_token_ids,
+        random_seed=config.schedule.random_seed,
+    )
+    _announce(device.capabilities, pool, page_size, context_len, config)
+    return Assembly(core, tokenizer, config, model_config, device, pool, events)
+
+
+def _open(config: EngineConfig) -> Device:
+    try:
+        choice = open_device(config.model.device)
+    except DeviceUnavailable as error:
+        raise ConfigError(error.reason) from error
+    logger.info("device:\n%s", choice.explain())
+    return choice.device
+
+
+def _page_size(config: EngineConfig, device: Device) -> int:
+    page_size = config.memory.page_size or device.capabilities.default_page_size
+    try:
+        return check_page_size(page_size, device.name, device.capabilities)
+    except UnsupportedPageSize as error:
+        raise ConfigError(str(error)) from error
+
+
+def _tokenizer(source: WeightSource) -> Tokenizer:
+    if isinstance(source, GgufSource):
+        return Tokenizer.from_gguf(source.metadata)
+    return Tokenizer.from_directory(source.path)
+
+
+def _dtype(name: str, supported: tuple[str, ...], argument: str) -> torch.dtype:
+    name = supported[0] if name == "auto" else name
+    if name not in supported:
+        raise ConfigError(f"{argument}={name} is not supported by this device: it computes {', '.join(supported)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _context_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    limit, wanted = model_config.max_model_len, config.model.context_length
+    if wanted is None:
+        return limit
+    if wanted > limit:
+        raise ConfigError(f"context_length={wanted} is more than the model's {limit} tokens")
+    return wanted
+
+
+def _allocator(config: EngineConfig, pool: PoolSize, page_size: int, events: KvEventLog | None) -> KvAllocator:
+    family = PageFamily("full", page_size)
+    families = PageFamilies([(family, pool.num_pages)])
+    rows = RowPool(pool.num_rows, RowGeometry(page_size, pool.row_width, (family,)))
+    component = FullPages(families.pools[family.name])
+    tree = PrefixTree((component,), page_size, config.cache.radix_eviction_policy, events)
+    return KvAllocator(families, rows, tree, caching=not config.cache.disable_radix_cache)
+
+
+def _announce(
+    capabilities: Capabilities, pool: PoolSize, page_size: int, context_len: int, config: EngineConfig
+) -> None:
+    """Say what the memory bought and in which steps it is reused; warn when a cache cannot help."""
+    capacity = pool.num_pages * page_size
+    logger.info(
+        "kv: %d tokens (%.2f GiB) in pages of %d, %d rows; cached prefixes are reused by the page, a held row by the "
+        "%s; checkpoint interval: none (no recurrent layers); context %d",
+        capacity,
+        pool.num_pages * pool.page_bytes / 2**30,
+        page_size,
+        pool.num_rows,
+        capabilities.resume_unit,
+        context_len,
+    )
+    if not config.cache.disable_radix_cache and min(context_len, capacity) <= page_size:
+        logger.warning(
+            "the prefix cache cannot help: its smallest hit is a page of %d tokens and a request has at most %d; "
+            "use a smaller --page-size",
+            page_size,
+            min(context_len, capacity),
+        )

@@ -1,0 +1,197 @@
+"""Every argument of the engine: its type, default, help and other spellings stand in one place.
+
+One frozen dataclass a theme. The command line, the keyword arguments of `LLM` and the table in the docs are generated
+from the fields; names are SGLang's server arguments, vLLM's spellings are aliases. This is also the only module that
+reads the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from engine.errors import ConfigError
+from engine.scheduler.queue import POLICIES
+from mem_cache.tree.policies import EVICTION_POLICIES
+
+ENV_MODEL_CACHE = "RUNG_MODEL_CACHE"
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def arg(default: Any, help_text: str, *, aliases: tuple[str, ...] = (), choices: tuple[str, ...] = ()) -> Any:
+    """A field with what people need to know about it."""
+    return field(default=default, metadata={"help": help_text, "aliases": aliases, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelArgs:
+    """Which model, and how it is held."""
+
+    model: str = arg(
+        DEFAULT_MODEL,
+        "Name of a built-in model (rung model list), a GGUF file, or a Hugging Face directory.",
+        aliases=("model_path",),
+    )
+    device: str = arg("auto", "auto, cpu, cuda, npu or npu-sim; auto says why it refused the others.")
+    dtype: str = arg("auto", "Weights and activations.", choices=("auto", "float32", "bfloat16", "float16"))
+    context_length: int | None = arg(
+        None,
+        "Most tokens of prompt and output together; the model's own limit when not given.",
+        aliases=("max_model_len",),
+    )
+    model_cache: str | None = arg(
+        None, f"Folder for fetched models; {ENV_MODEL_CACHE}, or a folder in the user's cache, when not given."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryArgs:
+    """How much KV, in which pieces."""
+
+    page_size: int | None = arg(None, "Tokens in a page; the device's default when not given.", aliases=("block_size",))
+    kv_cache_dtype: str = arg("auto", "Type of stored keys and values.", choices=("auto", "float32", "bfloat16"))
+    mem_fraction_static: float | None = arg(
+        None,
+        "Share of the device's memory for weights and KV together; 0.3 when not given.",
+        aliases=("gpu_memory_utilization",),
+    )
+    max_total_tokens: int | None = arg(None, "Most tokens of KV; what the memory share buys when not given.")
+    max_running_requests: int | None = arg(
+        None, "Most requests that hold KV at once; 256 when not given.", aliases=("max_num_seqs",)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheArgs:
+    """The prefix cache."""
+
+    disable_radix_cache: bool = arg(False, "Reuse no KV between requests.")
+    radix_eviction_policy: str = arg(
+        "lru", "Which cached prefix goes first when pages are short.", choices=tuple(EVICTION_POLICIES)
+    )
+    enable_kv_cache_events: bool = arg(False, "Record which pages become readable and which go.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleArgs:
+    """Who runs when."""
+
+    schedule_policy: str = arg("fcfs", "Order of waiting requests.", choices=POLICIES)
+    schedule_conservativeness: float = arg(1.0, "Larger admits fewer requests at once and retracts less often.")
+    chunked_prefill_size: int | None = arg(
+        None,
+        "Most prompt tokens in one step; 512 when not given, -1 takes prompts whole.",
+        aliases=("max_num_batched_tokens",),
+    )
+    random_seed: int | None = arg(
+        None, "Seed of everything that draws; drawn itself when not given.", aliases=("seed",)
+    )
+
+
+THEMES = (ModelArgs, MemoryArgs, CacheArgs, ScheduleArgs)
+DEFAULT_MEM_FRACTION = 0.3
+DEFAULT_CHUNK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All themes together."""
+
+    model: ModelArgs = ModelArgs()
+    memory: MemoryArgs = MemoryArgs()
+    cache: CacheArgs = CacheArgs()
+    schedule: ScheduleArgs = ScheduleArgs()
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
+        """Sort flat arguments into themes.
+
+        Raises:
+            ConfigError: an argument is unknown (the nearest name is said), given twice, or out of range.
+        """
+        known = {
+            spelling: (theme, f.name) for theme, f in all_fields() for spelling in (f.name, *f.metadata["aliases"])
+        }
+        values: dict[type, dict[str, Any]] = {theme: {} for theme in THEMES}
+        for spelling, value in kwargs.items():
+            if spelling not in known:
+                near = difflib.get_close_matches(spelling, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"unknown argument {spelling}{hint}")
+            theme, name = known[spelling]
+            if name in values[theme]:
+                raise ConfigError(f"{spelling} and another spelling of {name} are both given")
+            values[theme][name] = value
+        config = cls(
+            ModelArgs(**values[ModelArgs]),
+            MemoryArgs(**values[MemoryArgs]),
+            CacheArgs(**values[CacheArgs]),
+            ScheduleArgs(**values[ScheduleArgs]),
+        )
+        for theme_args in (config.model, config.memory, config.cache, config.schedule):
+            _check(theme_args)
+        return config
+
+    @property
+    def chunk_tokens(self) -> int | None:
+        """Most prompt tokens in one step; None takes prompts whole."""
+        size = self.schedule.chunked_prefill_size
+        if size is None:
+            return DEFAULT_CHUNK_TOKENS
+        return None if size == -1 else size
+
+    @property
+    def mem_fraction(self) -> float:
+        return DEFAULT_MEM_FRACTION if self.memory.mem_fraction_static is None else self.memory.mem_fraction_static
+
+    @property
+    def model_cache(self) -> Path | None:
+        """Folder for fetched models; None leaves it to the catalogue."""
+        folder = self.model.model_cache or os.environ.get(ENV_MODEL_CACHE)
+        return Path(folder).expanduser() if folder else None
+
+
+def all_fields() -> Iterator[tuple[type, Field[Any]]]:
+    """Every argument with its theme, in the order of the themes."""
+    for theme in THEMES:
+        for f in fields(theme):
+            yield theme, f
+
+
+def default_of(f: Field[Any]) -> Any:
+    return None if f.default is MISSING else f.default
+
+
+def _check(theme_args: Any) -> None:
+    """Types, choices and ranges of one theme. Raises ConfigError that names argument, value and rule."""
+    hints = get_type_hints(type(theme_args))
+    for f in fields(theme_args):
+        value = getattr(theme_args, f.name)
+        kind = hints[f.name]
+        if kind in (float, float | None) and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        is_typed = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if not is_typed:
+            raise ConfigError(f"{f.name}={value!r} must be {getattr(kind, '__name__', kind)}")
+        if f.metadata["choices"] and value not in f.metadata["choices"]:
+            raise ConfigError(f"{f.name}={value!r} must be one of {', '.join(f.metadata['choices'])}")
+        rule = _RANGES.get(f.name)
+        if rule is not None and value is not None and not rule[0](value):
+            raise ConfigError(f"{f.name}={value} must be {rule[1]}")
+
+
+_AT_LEAST_ONE = (lambda n: n >= 1, "at least 1")
+_RANGES: dict[str, tuple[Any, str]] = {
+    "context_length": (lambda n: n >= 2, "at least 2: one token in, one out"),
+    "page_size": _AT_LEAST_ONE,
+    "mem_fraction_static": (lambda x: 0 < x < 1, "between 0 and 1"),
+    "max_total_tokens": _AT_LEAST_ONE,
+    "max_running_requests": _AT_LEAST_ONE,
+    "schedule_conservativeness": (lambda x: 0 < x < 100, "above 0 and below 100"),
+    "chunked_prefill_size": (lambda n: n == -1 or n >= 1, "at least 1, or -1 for whole prompts"),
+    "random_seed": (lambda n: 0 <= n < 2**63, "from 0 to 2**63 - 1"),
+}

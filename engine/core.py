@@ -1,0 +1,207 @@
+"""The loop: requests in, one step after another, results out. It knows token ids and no text.
+
+`EngineCore` joins a scheduler (decides) and a runner (executes). `launch` and `collect` are the two halves of a step;
+`step` does both. It runs in the caller's thread and holds no other state than its requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from devices.pages import IntArray, page_count
+from engine.errors import BadRequest
+from engine.request import Request, new_request
+from engine.runner import ModelRunner
+from engine.sampling.params import MAX_SEED, SamplingParams
+from engine.scheduler.scheduler import Scheduler
+from engine.step import StepInput
+from engine.text.stream import TextStream
+from mem_cache.allocation import KvAllocator
+from mem_cache.audit import Violation, audit
+from mem_cache.tree.keys import Namespace
+
+TIMINGS_KEPT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """Seconds of one step: the host's work before and after, and the forward with sampling between."""
+
+    num_requests: int
+    num_tokens: int
+    host_s: float
+    forward_s: float
+
+
+class EngineCore:
+    """One engine on one device.
+
+    Attributes:
+        scheduler, runner, allocator: its parts, for tools and tests that look inside.
+        context_len: most tokens of prompt and output together.
+        timings: the latest steps.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        *,
+        context_len: int,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        random_seed: int | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.allocator: KvAllocator = scheduler.allocator
+        self.context_len = context_len
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.timings: deque[StepTiming] = deque(maxlen=TIMINGS_KEPT)
+        self._requests: dict[str, Request] = {}
+        self._seeds = np.random.default_rng(random_seed)
+        self._num_arrived = 0
+        self._weights_version = 0
+        self._launched: tuple[StepInput, float] | None = None
+
+    # Requests.
+
+    def add(
+        self,
+        prompt_ids: IntArray,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        text: TextStream | None = None,
+        priority: int = 0,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """Queue a request.
+
+        Raises:
+            BadRequest: it could never run: empty, an id outside the vocabulary, longer than context or pool, or an id
+                that is in use.
+        """
+        self._check_prompt(prompt_ids)
+        params.check_vocabulary(self.vocab_size)
+        request_id = f"r{self._num_arrived}" if request_id is None else request_id
+        if request_id in self._requests:
+            raise BadRequest("request_id", request_id, "a request with this id is still running; choose another")
+        request = new_request(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            params=params,
+            geometry=self.allocator.geometry,
+            context_len=self.context_len,
+            eos_token_ids=self.eos_token_ids,
+            seed=int(self._seeds.integers(MAX_SEED)) if params.seed is None else params.seed,
+            arrival=self._num_arrived,
+            namespace=Namespace(extra_key, cache_salt, self._weights_version),
+            priority=priority,
+            text=text,
+        )
+        self._num_arrived += 1
+        self._requests[request.id] = request
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request_id: str) -> bool:
+        """End a request wherever it is; an id that is unknown or finished is no error and gives False."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        if self.scheduler.abort(request):
+            del self._requests[request_id]
+        return True
+
+    def _check_prompt(self, prompt_ids: IntArray) -> None:
+        n = len(prompt_ids)
+        if n == 0:
+            raise BadRequest("prompt", [], "is empty; give at least one token")
+        low, high = int(prompt_ids.min()), int(prompt_ids.max())
+        if low < 0 or high >= self.vocab_size:
+            wrong = low if low < 0 else high
+            raise BadRequest("prompt", wrong, f"is no token id of this model; they are 0..{self.vocab_size - 1}")
+        if n >= self.context_len:
+            rule = f"tokens leave no room for an answer: the context is {self.context_len} tokens; shorten the prompt"
+            raise BadRequest("prompt", n, rule)
+        page_size, num_pages = self.allocator.geometry.page_size, self.allocator.num_pages
+        if page_count(n, page_size) > num_pages:
+            rule = f"tokens can never fit: the KV pool holds {num_pages * page_size}; raise --max-total-tokens"
+            raise BadRequest("prompt", n, rule)
+
+    # Steps.
+
+    @property
+    def has_work(self) -> bool:
+        return self._launched is not None or len(self.scheduler) > 0
+
+    def step(self) -> list[Request]:
+        """Run one step; returns the requests that have a new token or ended."""
+        return self.launch() + self.collect()
+
+    def launch(self) -> list[Request]:
+        """First half: plan and promise a step. Returns requests that ended in planning."""
+        start = time.perf_counter()
+        step, ended = self.scheduler.launch()
+        if step is not None:
+            self._launched = (step, time.perf_counter() - start)
+        return self._forget_finished(ended)
+
+    def collect(self) -> list[Request]:
+        """Second half: execute the launched step and take its result; nothing when none was launched."""
+        if self._launched is None:
+            return []
+        step, host_s = self._launched
+        self._launched = None
+        start = time.perf_counter()
+        output = self.runner.execute(step)
+        executed = time.perf_counter()
+        changed = self.scheduler.process(output)
+        host_s += time.perf_counter() - executed
+        self.timings.append(StepTiming(len(step.rows), len(step.token_ids), host_s, executed - start))
+        return self._forget_finished(changed)
+
+    def _forget_finished(self, requests: list[Request]) -> list[Request]:
+        for request in requests:
+            if request.finish is not None:
+                self._requests.pop(request.id, None)
+        return requests
+
+    # What it holds.
+
+    def flush_cache(self) -> None:
+        """Empty the prefix tree. Raises BadRequest while requests run: their prefixes are in use."""
+        if self.has_work:
+            raise BadRequest("flush_cache", len(self.scheduler), "requests are not finished; flush when idle")
+        self.allocator.tree.flush()
+
+    def audit(self) -> list[Violation]:
+        """What is wrong with the books; empty when they are right. Works while requests are alive."""
+        return audit(self.allocator, [request.holding for request in self._requests.values()])
+
+    def stats(self) -> Mapping[str, int]:
+        """Pages of the full family by owner, rows, and counters."""
+        pool, tree, rows = self.allocator.families.pools["full"], self.allocator.tree, self.allocator.rows
+        in_tree = tree.num_evictable + tree.num_protected
+        return {
+            "num_pages": pool.num_pages,
+            "page_size": self.allocator.geometry.page_size,
+            "free_pages": pool.num_free,
+            "pending_pages": pool.num_pending,
+            "tree_evictable_pages": tree.num_evictable,
+            "tree_protected_pages": tree.num_protected,
+            "request_pages": pool.num_pages - pool.num_free - pool.num_pending - in_tree,
+            "num_rows": rows.num_rows,
+            "free_rows": rows.num_free,
+            "num_running": len(self.scheduler.running),
+            "num_waiting": len(self.scheduler.waiting),
+            "num_retracted_total": self.scheduler.num_retracted,
+        }

@@ -1,0 +1,270 @@
+"""What a user calls: text or token ids in, text out, in the caller's own process.
+
+    llm = LLM(model="smollm2-135m-instruct")
+    print(llm.generate("The capital of France is", SamplingParams(max_new_tokens=8)).text)
+
+`LLM` turns text into tokens and back; everything between is `EngineCore`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeGuard, overload
+
+import numpy as np
+
+from engine.assembly import assemble
+from engine.config import EngineConfig
+from engine.errors import BadRequest
+from engine.outputs import GenerationResult, StreamPiece, result_of
+from engine.request import Request
+from engine.sampling.params import SamplingParams
+from engine.text.stream import TextStream
+from mem_cache.audit import Violation
+
+Prompt = str | Sequence[int]
+Prompts = Prompt | list[str] | list[list[int]]
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request of a caller, and how much of it the caller has seen."""
+
+    request: Request
+    index: int
+    text: TextStream
+    streams: bool
+    pieces: deque[StreamPiece] = field(default_factory=deque)
+    num_seen_tokens: int = 0
+    num_seen_chars: int = 0
+
+
+class LLM:
+    """An engine with one model.
+
+    Keyword arguments are SGLang's server arguments (see `engine.config`), for example `model`, `device`, `dtype`,
+    `page_size`, `max_total_tokens`, `mem_fraction_static`, `max_running_requests`, `chunked_prefill_size`,
+    `disable_radix_cache`, `schedule_policy`.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Load a model and take the memory for its KV, once.
+
+        Args:
+            progress: called with (tensors loaded, tensors in all) while weights load.
+        Raises:
+            ConfigError, ModelLoadError: with what to change.
+        """
+        if model is not None:
+            kwargs["model"] = model
+        self._parts = assemble(EngineConfig.from_kwargs(**kwargs), progress)
+        self.core = self._parts.core
+        self.tokenizer = self._parts.tokenizer
+        self.config = self._parts.config
+        self.model_config = self._parts.model_config
+        self._live: dict[str, _Live] = {}
+
+    @overload
+    def generate(
+        self, prompts: Prompt, params: SamplingParams | None = None, *, stream: Literal[False] = False
+    ) -> GenerationResult: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: Literal[False] = False,
+    ) -> list[GenerationResult]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: Literal[True],
+    ) -> Iterator[StreamPiece]: ...
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: bool = False,
+    ) -> GenerationResult | list[GenerationResult] | Iterator[StreamPiece]:
+        """Continue one prompt or many; they run together.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of either.
+            params: for all prompts, or one for each.
+            stream: yield pieces as they come. Leaving the iterator early aborts what is not finished.
+        Returns:
+            One result for one prompt, a list for a list, an iterator with `stream=True`.
+        Raises:
+            BadRequest: a prompt or parameter is wrong; none of the prompts is started then.
+        """
+        is_one = isinstance(prompts, str) or _is_token_ids(prompts)
+        many: list[Any] = [prompts] if is_one else list(prompts)
+        ids = [self._token_ids(prompt) for prompt in many]
+        live = self._start(ids, self._params_for(params, len(many)), streams=stream)
+        if stream:
+            return self._stream(live)
+        results = [piece.result for piece in sorted(self._stream(live), key=lambda p: p.index) if piece.result]
+        return results[0] if is_one else results
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        **template_kwargs: Any,
+    ) -> GenerationResult: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+        **template_kwargs: Any,
+    ) -> Iterator[StreamPiece]: ...
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        **template_kwargs: Any,
+    ) -> GenerationResult | Iterator[StreamPiece]:
+        """Answer a conversation through the model's own chat template.
+
+        Args:
+            messages: dictionaries with `role` and `content`, oldest first.
+            template_kwargs: handed to the template.
+        Raises:
+            BadRequest: messages are malformed, or the model has no chat template (use `generate`).
+        """
+        ids = self.tokenizer.render_chat(messages, **template_kwargs)
+        return self.generate(ids, params, stream=True) if stream else self.generate(ids, params)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request wherever it is; False when the id is unknown or finished."""
+        return self.core.abort(request_id)
+
+    def audit(self) -> list[Violation]:
+        """What is wrong with the books of pages, rows and locks; empty when they are right."""
+        return self.core.audit()
+
+    def stats(self) -> Mapping[str, int]:
+        """The pools by owner, and counters."""
+        return self.core.stats()
+
+    def flush_cache(self) -> None:
+        """Forget every cached prefix. Raises BadRequest while requests run."""
+        self.core.flush_cache()
+
+    def _token_ids(self, prompt: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
+        if isinstance(prompt, str):
+            return np.array(self.tokenizer.encode(prompt), dtype=np.int32)
+        if not _is_token_ids(prompt):
+            raise BadRequest("prompt", prompt, "must be a text or a list of token ids")
+        for token_id in prompt:
+            if not 0 <= token_id < self.core.vocab_size:
+                raise BadRequest("prompt", token_id, f"is no token id of this model: 0..{self.core.vocab_size - 1}")
+        return np.array(prompt, dtype=np.int32)
+
+    @staticmethod
+    def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * n
+        if len(params) != n:
+            raise BadRequest("params", len(params), f"must be one for all prompts or one for each of {n}")
+        return list(params)
+
+    def _start(
+        self, prompts: list[np.ndarray[Any, np.dtype[np.int32]]], params: list[SamplingParams], *, streams: bool
+    ) -> list[_Live]:
+        """Queue all prompts, or none when one is refused."""
+        live: list[_Live] = []
+        try:
+            for index, (ids, sampling) in enumerate(zip(prompts, params, strict=True)):
+                text = TextStream(
+                    self.tokenizer,
+                    tuple(sampling.stop),
+                    skip_special_tokens=sampling.skip_special_tokens,
+                    prompt_ids=ids.tolist(),
+                )
+                watched = text if streams or sampling.stop else None
+                live.append(_Live(self.core.add(ids, sampling, text=watched), index, text, streams))
+        except BadRequest:
+            for started in live:
+                self.core.abort(started.request.id)
+            raise
+        self._live |= {one.request.id: one for one in live}
+        return live
+
+    def _stream(self, live: list[_Live]) -> Iterator[StreamPiece]:
+        """Step the engine until these requests are done; other callers' pieces are kept for them."""
+        unfinished = {one.request.id: one for one in live}
+        try:
+            while unfinished:
+                for one in list(unfinished.values()):
+                    while one.pieces:
+                        piece = one.pieces.popleft()
+                        if piece.result is not None:
+                            del unfinished[one.request.id]
+                        yield piece
+                if unfinished:
+                    self._step(unfinished)
+        finally:
+            for one in live:
+                self._live.pop(one.request.id, None)
+                self.core.abort(one.request.id)
+
+    def _step(self, waiting: Mapping[str, _Live]) -> None:
+        for request in self.core.step():
+            one = self._live.get(request.id)
+            if one is not None and (one.streams or request.finish is not None):
+                one.pieces.append(self._piece(one))
+        for one in waiting.values():  # aborted from outside: no step will ever name it again
+            if one.request.finish is not None and not one.pieces:
+                one.pieces.append(self._piece(one))
+
+    def _piece(self, one: _Live) -> StreamPiece:
+        """What is new of a request; its text is completed when it is finished."""
+        request, finish = one.request, one.request.finish
+        ids = request.output_ids
+        if finish is not None:
+            if request.text is None:
+                one.text.push(ids[:-1] if isinstance(finish.matched, int) else ids)
+            one.text.finish()
+        text = one.text.text
+        piece = StreamPiece(
+            one.index,
+            text[one.num_seen_chars :],
+            ids[one.num_seen_tokens :],
+            result_of(request, text) if finish is not None else None,
+        )
+        one.num_seen_chars, one.num_seen_tokens = len(text), len(ids)
+        return piece
+
+
+def _is_token_ids(prompt: Any) -> TypeGuard[Sequence[int]]:
+    """A list of integers; an empty one is a list of tokens as well."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return False
+    return all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in prompt)

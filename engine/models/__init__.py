@@ -1,0 +1,1 @@
+"""Model definitions: their shape (`config.py`) and their layers."""

@@ -1,0 +1,166 @@
+"""One request on its way through the engine: its tokens, its record, and when it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from devices.pages import IntArray
+from engine.sampling.params import SamplingParams
+from mem_cache.audit import Holding
+from mem_cache.kv_info import Owner, OwnerKind, ReqKvInfo, RowGeometry
+from mem_cache.tree.keys import Namespace
+from mem_cache.tree.prefix_tree import LockReceipt
+
+if TYPE_CHECKING:
+    from engine.text.stream import TextStream
+
+FinishReason = Literal["stop", "length", "abort", "capacity", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a request ended.
+
+    Attributes:
+        reason: "stop" (a stop string, a stop id or the model's end), "length" (its own limit or the context's end),
+            "abort", "capacity" (alone in the pool and still too large), "error" (the model's output was not finite).
+        matched: the stop string or token id that was met.
+        message: for people, where the reason alone does not say enough.
+    """
+
+    reason: FinishReason
+    matched: str | int | None = None
+    message: str = ""
+
+
+class RequestStatus(Enum):
+    """Where a request is. A chunked prefill is running like any other."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds on the engine's monotonic clock; 0.0 means "not yet"."""
+
+    arrival_s: float = 0.0
+    scheduled_s: float = 0.0
+    first_token_s: float = 0.0
+    finished_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Attributes:
+    prompt_len: tokens of the prompt; what follows in `tokens` was generated.
+    max_tokens: most tokens that prompt and output together may have.
+    stop_ids: token ids that end it.
+    seed: of its sampling.
+    text: detokeniser and stop strings, for requests that stream or have stop strings.
+    cached_tokens: prompt tokens that were not computed when it was first admitted.
+    num_known: valid entries of the token buffer.
+    """
+
+    id: str
+    params: SamplingParams
+    kv: ReqKvInfo
+    prompt_len: int
+    max_tokens: int
+    stop_ids: frozenset[int]
+    seed: int
+    namespace: Namespace
+    priority: int
+    arrival: int
+    text: TextStream | None
+    _buffer: IntArray
+    num_known: int
+    lock: LockReceipt | None = None
+    status: RequestStatus = RequestStatus.WAITING
+    finish: Finish | None = None
+    abort_requested: bool = False
+    cached_tokens: int | None = None
+    num_retractions: int = 0
+    timings: Timings = field(default_factory=Timings)
+
+    @property
+    def tokens(self) -> IntArray:
+        """Prompt and output so far, int32; a view."""
+        return self._buffer[: self.num_known]
+
+    @property
+    def num_output(self) -> int:
+        return self.num_known - self.prompt_len
+
+    @property
+    def output_ids(self) -> list[int]:
+        ids: list[int] = self._buffer[self.prompt_len : self.num_known].tolist()
+        return ids
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens whose KV no launched step writes yet: 1 in decode, more in prefill."""
+        return self.num_known - self.kv.kv_scheduled_len
+
+    @property
+    def holding(self) -> Holding:
+        return Holding(self.kv, self.lock)
+
+    def append(self, token_id: int) -> Finish | None:
+        """Take a sampled token; returns why the request ends with it, or None.
+
+        A stop string goes before a stop id, and both before the length: the token that completes a stop is the last.
+        """
+        self._buffer[self.num_known] = token_id
+        self.num_known += 1
+        is_stop_id = token_id in self.stop_ids
+        if self.text is not None and not is_stop_id:
+            self.text.push((token_id,))
+            if self.text.matched is not None:
+                return Finish("stop", self.text.matched)
+        if is_stop_id:
+            return Finish("stop", token_id)
+        if self.num_known >= self.max_tokens:
+            return Finish("length")
+        return None
+
+
+def new_request(
+    *,
+    request_id: str,
+    prompt_ids: IntArray,
+    params: SamplingParams,
+    geometry: RowGeometry,
+    context_len: int,
+    eos_token_ids: frozenset[int],
+    seed: int,
+    arrival: int,
+    namespace: Namespace,
+    priority: int = 0,
+    text: TextStream | None = None,
+) -> Request:
+    """A waiting request with an empty record. `prompt_ids`: int32 [at least 1, fewer than `context_len`]."""
+    max_tokens = min(len(prompt_ids) + params.max_new_tokens, context_len)
+    buffer = np.zeros(max_tokens, dtype=np.int32)
+    buffer[: len(prompt_ids)] = prompt_ids
+    eos = frozenset() if params.ignore_eos else eos_token_ids
+    return Request(
+        id=request_id,
+        params=params,
+        kv=ReqKvInfo(geometry, Owner(OwnerKind.REQUEST, request_id)),
+        prompt_len=len(prompt_ids),
+        max_tokens=max_tokens,
+        stop_ids=eos | frozenset(params.stop_token_ids),
+        seed=seed,
+        namespace=namespace,
+        priority=priority,
+        arrival=arrival,
+        text=text,
+        _buffer=buffer,
+        num_known=len(prompt_ids),
+    )

@@ -1,0 +1,104 @@
+"""Chooses one token for each row of a batch of logits.
+
+A choice needs one uniform number, and that number is a pure function of the request's seed and the token's position.
+So a request's choices do not depend on what else is in the batch, on chunking, or on a retraction in between.
+Order of the transforms: temperature, top-k, top-p over what top-k left, then the inverse of the cumulative sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.step import SamplingColumns
+
+CANDIDATES = 1024
+"""Best tokens looked at first for top-k and top-p; a row whose top-p mass needs more is sorted whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token a row, int64 [rows], and whether the row's logits were numbers, bool [rows]."""
+
+    token_ids: torch.Tensor
+    is_finite: torch.Tensor
+
+
+def sample(logits: torch.Tensor, columns: SamplingColumns) -> Sampled:
+    """Choose a token for each row of `logits`, float32 [rows, vocab_size]."""
+    best, greedy = logits.max(dim=-1)
+    is_finite = torch.isfinite(best)
+    token_ids = greedy
+    drawn = np.flatnonzero((columns.temperature > 0) & (columns.top_k != 1))
+    if len(drawn):
+        uniform = torch.from_numpy(uniforms(columns.seed[drawn], columns.position[drawn]))
+        filtered = (columns.top_k[drawn] != -1) | (columns.top_p[drawn] < 1)
+        for members, choose in ((drawn[~filtered], _draw), (drawn[filtered], _draw_filtered)):
+            if len(members):
+                rows = torch.from_numpy(members)
+                number = uniform[torch.from_numpy(np.searchsorted(drawn, members))]
+                scaled = logits[rows] / torch.from_numpy(columns.temperature[members])[:, None]
+                # A row that is not finite has no distribution; any will do, its token is not used.
+                scaled = torch.where(is_finite[rows][:, None], scaled, 0.0)
+                token_ids[rows] = choose(scaled, number, columns.top_k[members], columns.top_p[members])
+    return Sampled(token_ids, is_finite)
+
+
+def uniforms(seed: npt.NDArray[np.uint64], position: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, position): two rounds of SplitMix64 (Steele et al. 2014), top 53 bits."""
+    with np.errstate(over="ignore"):
+        mixed = _splitmix64(_splitmix64(seed) ^ position.astype(np.uint64))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _draw(
+    scaled: torch.Tensor, uniform: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: npt.NDArray[np.float32]
+) -> torch.Tensor:
+    """From the whole distribution, in vocabulary order."""
+    return _invert(torch.softmax(scaled, dim=-1, dtype=torch.float64), uniform)
+
+
+def _draw_filtered(
+    scaled: torch.Tensor, uniform: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: npt.NDArray[np.float32]
+) -> torch.Tensor:
+    """From the best tokens, best first."""
+    vocab_size = scaled.shape[-1]
+    limit = torch.from_numpy(np.where(top_k == -1, vocab_size, np.minimum(top_k, vocab_size)).astype(np.int64))
+    nucleus = torch.from_numpy(top_p.astype(np.float64))[:, None]
+    # What top-p is measured against: the mass that top-k leaves, or all of it.
+    num_candidates = min(CANDIDATES, vocab_size)
+    whole = torch.logsumexp(scaled.double(), dim=-1, keepdim=True)
+    values, ids = torch.topk(scaled, num_candidates, dim=-1)
+    in_top_k = torch.arange(num_candidates)[None, :] < limit[:, None]
+    mass = torch.where(in_top_k, (values.double() - whole).exp(), 0.0)
+    is_short = (limit > num_candidates) & ((mass.sum(-1) < nucleus[:, 0]) | (nucleus[:, 0] >= 1))
+    if bool(is_short.any()):
+        values, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
+        in_top_k = torch.arange(vocab_size)[None, :] < limit[:, None]
+        mass = torch.where(in_top_k, (values.double() - whole).exp(), 0.0)
+    kept = torch.where((limit >= vocab_size)[:, None], 1.0, mass.sum(-1, keepdim=True))
+    share = mass / kept
+    # A token belongs to the nucleus while those before it have not reached top-p: the first always does.
+    before = share.cumsum(-1) - share
+    place = _invert(torch.where(before < nucleus, mass, 0.0), uniform)
+    return ids.gather(-1, place[:, None])[:, 0]
+
+
+def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Index of the first cumulative weight above `uniform * total`; weights float64 [rows, n], result int64 [rows]."""
+    cumulative = weights.cumsum(-1)
+    target = uniform[:, None] * cumulative[:, -1:]
+    place = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    # Rounding may put the target on the very end: take the last weight that is not zero.
+    last = weights.shape[-1] - 1 - (weights.flip(-1) > 0).to(torch.int8).argmax(-1)
+    return torch.minimum(place, last)

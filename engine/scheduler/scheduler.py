@@ -1,0 +1,312 @@
+"""Decides what the next step computes, and what its result means for records, pages and requests.
+
+    admit -> plan (pages, rows: all or nothing) -> launch -> result: commit, stop, publish, release
+
+Every running request has some tokens whose KV no step writes yet: one in decode, many in prefill. A step takes some of
+them from each, so prefill, chunk and decode mix. When the pool is short the request with the fewest outputs to lose is
+retracted; one that is alone and still does not fit ends by itself. A finish, an abort and a retraction are the same
+act: publish what is committed, then release.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from devices.base import Capabilities
+from devices.page_pool import Fence
+from devices.pages import align_resume, page_count
+from engine.request import Finish, Request, RequestStatus
+from engine.scheduler.estimate import OutputEstimate
+from engine.scheduler.queue import WaitingQueue
+from engine.step import SamplingColumns, StepInput, StepOutput
+from mem_cache.allocation import Growth, KvAllocator, extend, plan
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`num_new` tokens of one request in one step."""
+
+    request: Request
+    num_new: int
+
+    @property
+    def growth(self) -> Growth:
+        return extend(self.request.kv, self.request.kv.kv_scheduled_len + self.num_new)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step on its way: its requests, and the fences that keep their pages until its result is here."""
+
+    step: StepInput
+    chunks: tuple[Chunk, ...]
+    fences: dict[str, Fence]
+
+
+class Scheduler:
+    """Owns waiting and running requests.
+
+    Attributes:
+        running: admitted requests, oldest first; each holds a row.
+        num_retracted: retractions since the start.
+    """
+
+    def __init__(
+        self,
+        allocator: KvAllocator,
+        capabilities: Capabilities,
+        *,
+        policy: str = "fcfs",
+        conservativeness: float = 1.0,
+        chunk_tokens: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`chunk_tokens`: most prefill tokens in one step; None takes prompts whole."""
+        self.allocator = allocator
+        self.running: list[Request] = []
+        self.num_retracted = 0
+        self.waiting = WaitingQueue(policy, self._cached_pages)
+        self._capabilities = capabilities
+        self._estimate = OutputEstimate(conservativeness)
+        self._chunk_tokens = chunk_tokens
+        self._clock = clock
+        self._launched: LaunchedStep | None = None
+        self._step_id = 0
+        self._page_size = allocator.geometry.page_size
+
+    def __len__(self) -> int:
+        """Requests that are not finished."""
+        return len(self.waiting) + len(self.running)
+
+    def add(self, request: Request) -> None:
+        request.timings.arrival_s = self._clock()
+        self.waiting.add(request)
+
+    def abort(self, request: Request) -> bool:
+        """End a request wherever it is; False when the result of a launched step must come first (it will end then)."""
+        if request.status is RequestStatus.WAITING:
+            self.waiting.remove(request)
+            self._end(request, Finish("abort"))
+        elif request.status is RequestStatus.RUNNING:
+            if self._launched is not None and any(chunk.request is request for chunk in self._launched.chunks):
+                request.abort_requested = True
+                return False
+            self._end(request, Finish("abort"))
+        return True
+
+    def retract(self, request: Request) -> None:
+        """Send a running request back to the queue; its outputs stay, its KV is left to the tree."""
+        self.running.remove(request)
+        self._let_go(request)
+        request.status = RequestStatus.WAITING
+        request.num_retractions += 1
+        self.num_retracted += 1
+        self.waiting.add_retracted(request)
+
+    # Planning.
+
+    def launch(self) -> tuple[StepInput | None, list[Request]]:
+        """Plan the next step and promise it. Returns it (None: nothing can run) and the requests that ended here."""
+        assert self._launched is None, "the result of the last step must come first"
+        chunks, ended = self._continue_running()
+        self._admit(chunks)
+        if not chunks:
+            if not self.running:
+                self._estimate.reset()
+            return None, ended
+        for chunk in chunks:
+            chunk.request.kv.schedule(chunk.request.kv.kv_scheduled_len + chunk.num_new)
+        step = self._step_input(chunks)
+        self._launched = LaunchedStep(step, tuple(chunks), self.allocator.families.fence(f"step {step.step_id}"))
+        return step, ended
+
+    def _continue_running(self) -> tuple[list[Chunk], list[Request]]:
+        """Chunks of the running requests with their pages taken; retracts, and at last ends one, when pages lack."""
+        ended: list[Request] = []
+        retracted = False
+        while self.running:
+            chunks = self._chunks_of_running()
+            wanted = plan(chunk.growth for chunk in chunks)
+            lacking = self.allocator.lacking_pages(wanted)
+            if not lacking:
+                self.allocator.commit(wanted)
+                if retracted:
+                    self._estimate.retracted(list(self.running))
+                else:
+                    self._estimate.step_passed()
+                return chunks, ended
+            if lacking <= self.allocator.num_arriving:
+                return [], ended
+            if len(self.running) == 1:
+                message = f"the pool of {self.allocator.num_pages} pages of {self._page_size} tokens is full"
+                ended.append(self._end(self.running[0], Finish("capacity", message=message)))
+            else:
+                self.retract(min(self.running, key=_loss))
+                retracted = True
+        return [], ended
+
+    def _chunks_of_running(self) -> list[Chunk]:
+        """All decoding requests, and prefills in admission order while the step has room for their tokens."""
+        chunks = []
+        budget = self._chunk_tokens
+        for request in self.running:
+            n = request.num_uncomputed
+            if n > 1:
+                n = self._chunk_len(request.kv.kv_scheduled_len, n, budget)
+                budget = None if budget is None else budget - n
+            if n:
+                chunks.append(Chunk(request, n))
+        return chunks
+
+    def _chunk_len(self, start: int, wanted: int, budget: int | None) -> int:
+        """How many of `wanted` tokens from `start` on fit; a chunk that is not the last ends where the device resumes."""
+        if budget is None or wanted <= budget:
+            return wanted
+        return max(0, align_resume(start + budget, self._page_size, self._capabilities) - start)
+
+    def _admit(self, chunks: list[Chunk]) -> None:
+        """Move waiting requests into `chunks`, in the queue's order, while rows, pages and the step's tokens last."""
+        if not self.waiting or not self.allocator.rows.num_free:
+            return
+        budget = self._chunk_tokens
+        if budget is not None:
+            budget -= sum(chunk.num_new for chunk in chunks if chunk.num_new > 1)
+        promised = sum(self._pages_to_come(request) for request in self.running)
+        for request in self.waiting.in_order():
+            if (budget is not None and budget <= 0) or not self.allocator.rows.num_free:
+                return
+            chunk = self._try_admit(request, budget, promised)
+            if chunk is None:
+                return
+            chunks.append(chunk)
+            promised += self._pages_to_come(request)
+            if budget is not None:
+                budget -= chunk.num_new
+
+    def _try_admit(self, request: Request, budget: int | None, promised: int) -> Chunk | None:
+        """Lock the request's cached prefix and take row and pages of its first chunk, or change nothing."""
+        allocator = self.allocator
+        lock = allocator.tree.lock(allocator.match(request.tokens, request.namespace), count_hit=True)
+        start = lock.num_pages * self._page_size
+        num_new = self._chunk_len(start, request.num_known - start, budget)
+        # Alone it needs its known tokens only; beside others, what everybody will probably use must fit.
+        length = self._estimate.expected_len(request) if self.running else request.num_known
+        needed = page_count(length, self._page_size) - lock.num_pages
+        if num_new == 0 or needed + promised > allocator.num_available:
+            allocator.tree.unlock(lock)
+            return None
+        prefix = {"full": allocator.tree.pages(lock)}
+        allocator.commit(plan([extend(request.kv, start + num_new, prefix)]))
+        self.waiting.remove(request)
+        request.lock = lock
+        request.status = RequestStatus.RUNNING
+        if request.cached_tokens is None:
+            request.cached_tokens = start
+            request.timings.scheduled_s = self._clock()
+        self.running.append(request)
+        return Chunk(request, num_new)
+
+    def _pages_to_come(self, request: Request) -> int:
+        """Pages that a running request will probably still take."""
+        length = max(self._estimate.expected_len(request), request.kv.kv_allocated_len)
+        return page_count(length - request.kv.kv_allocated_len, self._page_size)
+
+    def _cached_pages(self, request: Request) -> int:
+        return self.allocator.match(request.tokens, request.namespace).num_pages
+
+    def _step_input(self, chunks: list[Chunk]) -> StepInput:
+        requests = [chunk.request for chunk in chunks]
+        num_new = np.array([chunk.num_new for chunk in chunks], dtype=np.int32)
+        ends = np.array([request.kv.kv_scheduled_len for request in requests], dtype=np.int32)
+        starts = ends - num_new
+        tokens = [request.tokens[start:end] for request, start, end in zip(requests, starts, ends, strict=True)]
+        is_sampled = np.array([request.num_uncomputed == 0 for request in requests], dtype=np.bool_)
+        sampled = [request for request in requests if request.num_uncomputed == 0]
+        self._step_id += 1
+        return StepInput(
+            step_id=self._step_id,
+            rows=np.array([request.kv.row for request in requests], dtype=np.int32),
+            starts=starts,
+            num_new=num_new,
+            token_ids=np.concatenate(tokens),
+            is_sampled=is_sampled,
+            sampling=SamplingColumns(
+                temperature=np.array([request.params.temperature for request in sampled], dtype=np.float32),
+                top_k=np.array([request.params.top_k for request in sampled], dtype=np.int32),
+                top_p=np.array([request.params.top_p for request in sampled], dtype=np.float32),
+                seed=np.array([request.seed for request in sampled], dtype=np.uint64),
+                position=np.array([request.num_known for request in sampled], dtype=np.int64),
+            ),
+            table_changes=self.allocator.rows.take_changes(),
+        )
+
+    # Results.
+
+    def process(self, output: StepOutput) -> list[Request]:
+        """Take a step's result; returns its requests that have a new token or ended."""
+        launched = self._launched
+        assert launched is not None
+        assert launched.step.step_id == output.step_id
+        self._launched = None
+        self.allocator.families.lift(launched.fences)
+        changed = []
+        token_ids = iter(output.token_ids.tolist())
+        rows = zip(launched.chunks, output.num_tokens.tolist(), output.is_finite.tolist(), strict=True)
+        for chunk, num_tokens, is_finite in rows:
+            new_tokens = [next(token_ids) for _ in range(num_tokens)]
+            if self._result_of(chunk, new_tokens, is_finite):
+                changed.append(chunk.request)
+        return changed
+
+    def _result_of(self, chunk: Chunk, new_tokens: list[int], is_finite: bool) -> bool:
+        """Commit one request's part of a step; True when it has a new token or ended."""
+        request = chunk.request
+        request.kv.commit(request.kv.kv_scheduled_len)
+        if request.abort_requested:
+            self._end(request, Finish("abort"))
+            return True
+        if not is_finite:
+            message = "the model's logits are not finite (NaN or inf); its KV was not cached"
+            self._end(request, Finish("error", message=message), publish=False)
+            return True
+        if chunk.num_new > 1 or request.num_output == 0:
+            self._publish(request)
+        for token_id in new_tokens:
+            if request.num_output == 0:
+                request.timings.first_token_s = self._clock()
+            finish = request.append(token_id)
+            if finish is not None:
+                self._end(request, finish)
+                break
+        return bool(new_tokens)
+
+    def _end(self, request: Request, finish: Finish, *, publish: bool = True) -> Request:
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        self._let_go(request, publish=publish)
+        request.status = RequestStatus.FINISHED
+        request.finish = finish
+        request.timings.finished_s = self._clock()
+        return request
+
+    def _publish(self, request: Request) -> None:
+        assert request.lock is not None
+        request.lock = self.allocator.publish(
+            request.kv, request.tokens, request.namespace, request.lock, request.priority
+        )
+
+    def _let_go(self, request: Request, *, publish: bool = True) -> None:
+        """Leave committed pages to the tree, give the rest back."""
+        if publish and request.kv.req_pool_idx is not None:
+            self._publish(request)
+        self.allocator.release(request.kv, request.lock)
+        request.lock = None
+
+
+def _loss(request: Request) -> tuple[int, int, int, int]:
+    """What retracting a request costs: low priority first, then few outputs; ties: the longest prompt, the latest."""
+    return (request.priority, request.num_output, -request.prompt_len, -request.arrival)

@@ -1,0 +1,108 @@
+"""A step as one message: everything an executor needs, nothing it could disagree about.
+
+The scheduler writes a `StepInput`, every rank executes the same one, a `StepOutput` comes back. A step is
+`(request, number of tokens)` pairs: prefill, chunk and decode differ in that number alone. Both are columns over the
+batch, so they cost a handful of arrays, and both pack into bytes for another process, a replay or a simulator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from devices.pages import IntArray
+from mem_cache.rows import TableChange
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """Sampling of the requests that are sampled in this step, in the order of the batch; all [sampled].
+
+    Attributes:
+        temperature: float32, 0 is greedy; top_k: int32, -1 is all; top_p: float32.
+        seed: uint64; position: int64, of the token to choose: with the seed it decides the choice.
+    """
+
+    temperature: npt.NDArray[np.float32]
+    top_k: IntArray
+    top_p: npt.NDArray[np.float32]
+    seed: npt.NDArray[np.uint64]
+    position: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One launched step.
+
+    Attributes:
+        step_id: counts launches.
+        rows: row of each request, int32 [batch].
+        starts: position of each request's first new token, int32 [batch].
+        num_new: new tokens of each request, int32 [batch].
+        token_ids: the new tokens, int32 [sum(num_new)], request after request.
+        is_sampled: whether a token follows each request's last new one, bool [batch] (not in the middle of a prompt).
+        sampling: how to choose those tokens.
+        table_changes: what was written into page tables since the last step, in order.
+    """
+
+    step_id: int
+    rows: IntArray
+    starts: IntArray
+    num_new: IntArray
+    token_ids: IntArray
+    is_sampled: npt.NDArray[np.bool_]
+    sampling: SamplingColumns
+    table_changes: tuple[TableChange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step produced: 0, 1 or many tokens for each request.
+
+    Attributes:
+        num_tokens: tokens of each request, int32 [batch].
+        token_ids: int32 [sum(num_tokens)], request after request.
+        is_finite: whether each request's logits were numbers, bool [batch]; a request whose were not has no token.
+    """
+
+    step_id: int
+    num_tokens: IntArray
+    token_ids: IntArray
+    is_finite: npt.NDArray[np.bool_]
+
+
+class _PackedArray(msgspec.Struct, array_like=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+_Message = TypeVar("_Message", StepInput, StepOutput)
+
+
+def encode(message: StepInput | StepOutput) -> bytes:
+    """Pack a step into bytes (msgpack)."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes, kind: type[_Message]) -> _Message:
+    """Unpack what `encode` packed. Raises msgspec.ValidationError when the bytes are another message."""
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_array)
+
+
+def _encode_array(value: Any) -> _PackedArray:
+    if isinstance(value, np.ndarray):
+        return _PackedArray(value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
+    raise NotImplementedError(f"{type(value)} does not belong in a step")
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    packed = msgspec.convert(value, _PackedArray)
+    return np.frombuffer(packed.data, dtype=packed.dtype).reshape(packed.shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)

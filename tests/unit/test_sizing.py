@@ -1,0 +1,76 @@
+"""How many pages and rows a memory budget buys, against buying them one at a time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mem_cache.sizing import DEFAULT_MAX_RUNNING, DoesNotFit, attention_token_bytes, row_width, size_pools
+from strategies import page_sizes
+
+
+def test_bytes_of_a_token_are_a_key_and_a_value_of_every_head_of_every_layer() -> None:
+    per_head_and_layer = sum(64 * 2 for _ in ("key", "value"))
+    assert attention_token_bytes(30, 3, 64, 2) == sum(per_head_and_layer for _ in range(30) for _ in range(3))
+
+
+@given(page_sizes, st.integers(1, 5000), st.integers(0, 300))
+def test_a_row_holds_the_context_and_the_reserve_in_whole_pages_and_no_page_more(
+    page_size: int, context_len: int, reserve: int
+) -> None:
+    width = row_width(context_len, reserve, page_size)
+    assert width % page_size == 0
+    assert width - page_size < context_len + reserve <= width
+
+
+@given(
+    page_sizes,
+    st.integers(1, 64),
+    st.integers(0, 100_000),
+    st.none() | st.integers(0, 2000),
+    st.none() | st.integers(1, 300),
+)
+def test_the_pools_and_the_padding_page_fit_the_budget_and_one_page_more_does_not(
+    page_size: int, token_bytes: int, budget: int, max_tokens: int | None, max_running: int | None
+) -> None:
+    affordable = 0
+    page_bytes = page_size * token_bytes
+    while (affordable + 2) * page_bytes <= budget:  # a page, and the padding page
+        affordable += 1
+    allowed = affordable if max_tokens is None else min(affordable, max_tokens // page_size)
+    sizes = {
+        "budget_bytes": budget,
+        "token_bytes": token_bytes,
+        "page_size": page_size,
+        "context_len": 100,
+        "max_total_tokens": max_tokens,
+        "max_running_requests": max_running,
+    }
+    if allowed == 0:
+        with pytest.raises(DoesNotFit, match="use a smaller --page-size"):
+            size_pools(**sizes)
+        return
+    size = size_pools(**sizes)
+    assert size.num_pages == allowed
+    assert size.page_bytes == page_bytes
+    assert (size.num_pages + 1) * size.page_bytes <= budget
+    assert size.num_rows == min(max_running or DEFAULT_MAX_RUNNING, allowed)
+    assert size.row_width == row_width(100, 0, page_size)
+
+
+def test_no_more_requests_run_than_there_are_pages() -> None:
+    size = size_pools(budget_bytes=6 * 16, token_bytes=1, page_size=16, context_len=10, max_running_requests=64)
+    assert (size.num_pages, size.num_rows) == (5, 5)
+
+
+def test_a_budget_that_buys_nothing_says_what_to_change() -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        size_pools(budget_bytes=1000, token_bytes=100, page_size=128, context_len=10)
+    for words in ("1000 bytes", "page of 128", "--mem-fraction-static", "--max-total-tokens", "--page-size"):
+        assert words in str(refused.value)
+
+
+def test_the_reserve_of_a_step_widens_the_row() -> None:
+    size = size_pools(budget_bytes=10_000, token_bytes=1, page_size=16, context_len=100, max_reserve=24)
+    assert size.row_width == 128
