@@ -34,6 +34,11 @@ def page_count(length: int, page_size: int) -> int:
     return -(-length // page_size)
 
 
+def page_counts(lengths: IntArray, page_size: int) -> IntArray:
+    """`page_count` of each length, int32 [n]."""
+    return -(-lengths // page_size)
+
+
 def is_whole_pages(length: int, page_size: int) -> bool:
     return length % page_size == 0
 
@@ -58,6 +63,8 @@ def ragged_positions(starts: IntArray, lengths: IntArray) -> IntArray:
 
     starts [5, 0], lengths [1, 3]  ->  [5, 0, 1, 2]
     """
+    if _one_each(lengths):
+        return starts
     ends = np.cumsum(lengths, dtype=np.int32)
     total = int(ends[-1]) if len(ends) else 0
     positions: IntArray = np.arange(total, dtype=np.int32) + np.repeat(starts - (ends - lengths), lengths)
@@ -70,5 +77,12 @@ def ragged_slots(tables: IntArray, starts: IntArray, lengths: IntArray, page_siz
     Returns int64 [sum(lengths)], in the order of `ragged_positions`.
     """
     position = ragged_positions(starts, lengths)
-    owner = np.repeat(np.arange(len(lengths)), lengths)
+    owner = np.arange(len(lengths))
+    if not _one_each(lengths):
+        owner = np.repeat(owner, lengths)
     return tables[owner, position // page_size].astype(np.int64) * page_size + position % page_size
+
+
+def _one_each(lengths: IntArray) -> bool:
+    """Whether a ragged batch is not ragged: the common case of decode."""
+    return bool((lengths == 1).all())

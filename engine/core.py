@@ -30,12 +30,12 @@ TIMINGS_KEPT = 4096
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """Seconds of one step: the host's work before and after, and the forward with sampling between."""
+    """Seconds of one step: planning, inputs and results on the host; model and sampler on the device."""
 
     num_requests: int
     num_tokens: int
     host_s: float
-    forward_s: float
+    device_s: float
 
 
 class EngineCore:
@@ -162,11 +162,10 @@ class EngineCore:
         step, host_s = self._launched
         self._launched = None
         start = time.perf_counter()
-        output = self.runner.execute(step)
-        executed = time.perf_counter()
-        changed = self.scheduler.process(output)
-        host_s += time.perf_counter() - executed
-        self.timings.append(StepTiming(len(step.rows), len(step.token_ids), host_s, executed - start))
+        changed = self.scheduler.process(self.runner.execute(step))
+        device_s = self.runner.device_s
+        host_s += time.perf_counter() - start - device_s
+        self.timings.append(StepTiming(len(step.rows), len(step.token_ids), host_s, device_s))
         return self._forget_finished(changed)
 
     def _forget_finished(self, requests: list[Request]) -> list[Request]:

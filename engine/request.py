@@ -103,11 +103,6 @@ class Request:
         return ids
 
     @property
-    def num_uncomputed(self) -> int:
-        """Tokens whose KV no launched step writes yet: 1 in decode, more in prefill."""
-        return self.num_known - self.kv.kv_scheduled_len
-
-    @property
     def holding(self) -> Holding:
         return Holding(self.kv, self.lock)
 

@@ -11,11 +11,11 @@ the record. Nobody else frees a row's pages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from devices.page_pool import OutOfPages, PageFamilies
 from devices.pages import IntArray, ceil_page, page_count
-from mem_cache.kv_info import ReqKvInfo, RowGeometry
+from mem_cache.kv_info import LadderError, ReqKvInfo, RowGeometry
 from mem_cache.rows import OutOfRows, RowPool
 from mem_cache.tree.keys import Namespace, PrefixKey
 from mem_cache.tree.prefix_tree import LockReceipt, Match, PrefixTree
@@ -23,31 +23,23 @@ from mem_cache.tree.prefix_tree import LockReceipt, Match, PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """One record climbs: `allocated -> target`.
+    """One record climbs: `start -> target`, both whole pages.
 
     Attributes:
-        target: whole pages; not below what is allocated.
+        start: tokens that have pages already: the row's, or the matched prefix's.
+        num_pages: new pages of each family.
         prefix: pages of a matched prefix, by family, for a record that has no row yet: it starts from them.
     """
 
     record: ReqKvInfo
+    start: int
     target: int
-    prefix: Mapping[str, IntArray] = field(default_factory=dict)
+    num_pages: int
+    prefix: Mapping[str, IntArray]
 
     @property
     def needs_row(self) -> bool:
         return self.record.req_pool_idx is None
-
-    @property
-    def start(self) -> int:
-        """Tokens that have pages already: the row's, or the matched prefix's."""
-        full = self.prefix.get("full")
-        return self.record.kv_allocated_len if full is None else len(full) * self.record.geometry.page_size
-
-    @property
-    def num_pages(self) -> int:
-        """New pages of each family."""
-        return page_count(self.target - self.start, self.record.geometry.page_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +60,7 @@ class PageRange:
     end: int
 
 
-# The four ways in: each only says how far a record must climb.
+# The four ways in: each only says how far a record must climb. LadderError: further than its row is wide.
 
 
 def extend(record: ReqKvInfo, seq_len: int, prefix: Mapping[str, IntArray] | None = None) -> Growth:
@@ -92,8 +84,12 @@ def prealloc(record: ReqKvInfo, length: int, prefix: Mapping[str, IntArray] | No
 
 
 def _growth(record: ReqKvInfo, length: int, prefix: Mapping[str, IntArray] | None) -> Growth:
-    target = max(record.kv_allocated_len, ceil_page(length, record.geometry.page_size))
-    return Growth(record, target, prefix or {})
+    page_size = record.geometry.page_size
+    start = record.kv_allocated_len if prefix is None else len(prefix["full"]) * page_size
+    target = max(start, ceil_page(length, page_size))
+    if target > record.geometry.row_width:
+        raise LadderError("reserve", target, record, "target <= row width")
+    return Growth(record, start, target, page_count(target - start, page_size), prefix or {})
 
 
 def plan(growths: Iterable[Growth]) -> Plan:
@@ -176,7 +172,8 @@ class KvAllocator:
         first = 0
         for growth in wanted.growths:
             last = first + growth.num_pages
-            self._grow(growth, {name: pages[first:last] for name, pages in taken.items()})
+            if last > first or growth.needs_row:
+                self._grow(growth, {name: pages[first:last] for name, pages in taken.items()})
             first = last
 
     def _grow(self, growth: Growth, pages: Mapping[str, IntArray]) -> None:

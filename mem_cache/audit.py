@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from devices.page_pool import PagePool
+from devices.pages import is_whole_pages
 from mem_cache.allocation import KvAllocator, plan_release
 from mem_cache.kv_info import ReqKvInfo
 from mem_cache.tree.node import Node
@@ -92,7 +93,8 @@ def _census(pool: PagePool, owners: dict[int, list[str]]) -> list[Violation]:
         elif page not in idle and not names:
             found.append(Violation("leak", "nobody", f"page {page} of {pool.family!r} has {refs[page]} counts"))
         elif int(refs[page]) != len(names):
-            found.append(Violation("miscounted", ", ".join(names), f"page {page} has {refs[page]} counts"))
+            owner = ", ".join(names) or "nobody"
+            found.append(Violation("miscounted", owner, f"page {page} of {pool.family!r} has {refs[page]} counts"))
     unknown = owners.keys() - set(range(1, pool.num_pages + 1))
     found += [Violation("no-such-page", owners[page][0], f"page {page} of {pool.family!r}") for page in unknown]
     return found
@@ -103,7 +105,8 @@ def _ladders(held: list[Holding]) -> list[Violation]:
     for holding in held:
         r = holding.record
         lengths = [r.cache_protected_len, r.kv_committed_len, r.kv_scheduled_len, r.kv_allocated_len]
-        if not 0 <= lengths[0] <= lengths[1] <= lengths[2] <= lengths[3] <= r.geometry.row_width:
+        climbs = 0 <= lengths[0] <= lengths[1] <= lengths[2] <= lengths[3] <= r.geometry.row_width
+        if not climbs or not all(is_whole_pages(n, r.geometry.page_size) for n in (lengths[0], lengths[3])):
             found.append(Violation("ladder", str(r.owner), str(r)))
         if r.req_pool_idx is None and any(lengths):
             found.append(Violation("length-without-row", str(r.owner), str(r)))
@@ -130,11 +133,12 @@ def _rows(allocator: KvAllocator, held: list[Holding]) -> list[Violation]:
         if holding.lock is None:
             found.append(Violation("unlocked", str(record.owner), str(record)))
             continue
-        locked = allocator.tree.pages(holding.lock).tolist()
-        named = allocator.rows.pages("full", record.row, 0, record.cache_protected_len).tolist()
-        if named != locked[: len(named)]:
-            text = f"{record} names pages {named[:8]}.. where the tree has {locked[:8]}.."
-            found.append(Violation("not-the-trees-pages", str(record.owner), text))
+        for component in allocator.tree.components:
+            locked = allocator.tree.pages(holding.lock, component.family).tolist()
+            named = allocator.rows.pages(component.family, record.row, 0, record.cache_protected_len).tolist()
+            if named != locked[: len(named)]:
+                text = f"{record} names {component.family!r} pages {named[:8]}.. where the tree has {locked[:8]}.."
+                found.append(Violation("not-the-trees-pages", str(record.owner), text))
     return found
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from devices.base import AttentionMetadata, KvLayer
-from devices.page_pool import PADDING_PAGE
-from devices.pages import IntArray, page_count
+from devices.pages import IntArray, page_counts, ragged_positions
 
 QUERY_BLOCK = 512
 """Queries multiplied at once in prefill; larger blocks lose more to masked-out keys than they win in the product."""
@@ -67,48 +67,55 @@ class PagedAttention:
     def plan(self, step: AttentionMetadata) -> None:
         """Turn page tables into gather and scatter indices, once for all layers."""
         heads, page_size = self.num_kv_heads, step.page_size
+        head = np.arange(heads)
         page, offset = np.divmod(step.slots, page_size)
-        head = np.arange(heads, dtype=np.int64)
         # Token t, head h is row (page * heads + h) * page_size + offset of the KV seen as [slots * heads, head_dim].
         write = (page[:, None] * heads + head) * page_size + offset[:, None]
         self._write = torch.from_numpy(write.reshape(-1))
 
+        tables = step.page_tables.numpy().astype(np.int64)
+        num_pages = page_counts(step.seq_lens, page_size)
+        # Entries behind a row's last readable page are nobody's or another's: read its own first page there, masked.
+        # That page is full of the row's own tokens, since a row of one page is batched with its like only.
+        is_read = np.arange(tables.shape[1]) < num_pages[:, None]
+        gather = np.where(is_read, tables, tables[:, :1])[:, None, :] * heads + head[:, None]
         starts = np.cumsum(step.query_lens) - step.query_lens
-        num_pages = np.array([page_count(int(n), page_size) for n in step.seq_lens])
-        # Entries behind a row's last readable page name reserved or former pages: read the padding page instead.
-        is_read = torch.from_numpy(np.arange(step.page_tables.shape[1]) < num_pages[:, None])
-        pages = torch.where(is_read, step.page_tables.to(torch.int64), PADDING_PAGE)
-        tables = pages.unsqueeze(1) * heads + torch.arange(heads)[None, :, None]
         self._prefill = [
-            _Prefill(int(starts[i]), int(step.query_lens[i]), int(step.seq_lens[i]), tables[i, :, : num_pages[i]])
+            _Prefill(
+                int(starts[i]),
+                int(step.query_lens[i]),
+                int(step.seq_lens[i]),
+                torch.from_numpy(gather[i, :, : num_pages[i]]),
+            )
             for i in np.flatnonzero(step.query_lens > 1)
         ]
         decoding = np.flatnonzero(step.query_lens == 1)
-        size_class = np.ceil(np.log2(num_pages[decoding])).astype(np.int64)
-        members = [decoding[size_class == size] for size in np.unique(size_class)]
-        self._decode = [self._group(rows, tables, starts, num_pages, step) for rows in members]
+        size_class = np.ceil(np.log2(num_pages[decoding]))
+        sizes = sorted(set(size_class.tolist()))
+        members = [decoding[size_class == size] for size in sizes] if len(sizes) > 1 else [decoding]
+        self._decode = [self._group(rows, gather, starts, num_pages, step) for rows in members if len(rows)]
 
     def _group(
         self,
-        rows: np.ndarray,
-        tables: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        gather: npt.NDArray[np.int64],
         starts: IntArray,
-        num_pages: np.ndarray,
+        num_pages: IntArray,
         step: AttentionMetadata,
     ) -> _DecodeGroup:
         pages = int(num_pages[rows].max())
         length = pages * step.page_size
         seq_lens = step.seq_lens[rows]
-        key = np.arange(length)
-        masked = key[None, :] >= seq_lens[:, None]
-        owned = key[None, :] < (num_pages[rows] * step.page_size)[:, None]
-        row, stale_key = np.nonzero(masked & owned)
+        masked = np.arange(length) >= seq_lens[:, None]
+        # Keys between a row's last token and the end of its last page.
+        num_stale = num_pages[rows] * step.page_size - seq_lens
+        row, key = np.repeat(np.arange(len(rows)), num_stale), ragged_positions(seq_lens, num_stale)
         head = np.arange(self.num_kv_heads)
-        stale = ((row[:, None] * self.num_kv_heads + head) * length + stale_key[:, None]).reshape(-1)
+        stale = ((row[:, None] * self.num_kv_heads + head) * length + key[:, None]).reshape(-1)
         whole_step = len(rows) == len(step.query_lens)
         return _DecodeGroup(
             tokens=None if whole_step else torch.from_numpy(starts[rows].astype(np.int64)),
-            gather=tables[torch.from_numpy(rows), :, :pages],
+            gather=torch.from_numpy((gather if whole_step else gather[rows])[:, :, :pages]),
             masked=torch.from_numpy(masked).unsqueeze(1),
             stale=torch.from_numpy(stale),
         )

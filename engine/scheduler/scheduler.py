@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,19 +24,19 @@ from engine.request import Finish, Request, RequestStatus
 from engine.scheduler.estimate import OutputEstimate
 from engine.scheduler.queue import WaitingQueue
 from engine.step import SamplingColumns, StepInput, StepOutput
-from mem_cache.allocation import Growth, KvAllocator, extend, plan
+from mem_cache.allocation import KvAllocator, extend, plan
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """`num_new` tokens of one request in one step."""
 
     request: Request
     num_new: int
 
     @property
-    def growth(self) -> Growth:
-        return extend(self.request.kv, self.request.kv.kv_scheduled_len + self.num_new)
+    def end(self) -> int:
+        """Tokens of the row that the step will have written."""
+        return self.request.kv.kv_scheduled_len + self.num_new
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class Scheduler:
                 self._estimate.reset()
             return None, ended
         for chunk in chunks:
-            chunk.request.kv.schedule(chunk.request.kv.kv_scheduled_len + chunk.num_new)
+            chunk.request.kv.schedule(chunk.end)
         step = self._step_input(chunks)
         self._launched = LaunchedStep(step, tuple(chunks), self.allocator.families.fence(f"step {step.step_id}"))
         return step, ended
@@ -130,7 +131,8 @@ class Scheduler:
         retracted = False
         while self.running:
             chunks = self._chunks_of_running()
-            wanted = plan(chunk.growth for chunk in chunks)
+            growing = [chunk for chunk in chunks if chunk.end > chunk.request.kv.kv_allocated_len]
+            wanted = plan(extend(chunk.request.kv, chunk.end) for chunk in growing)
             lacking = self.allocator.lacking_pages(wanted)
             if not lacking:
                 self.allocator.commit(wanted)
@@ -154,16 +156,17 @@ class Scheduler:
         chunks = []
         budget = self._chunk_tokens
         for request in self.running:
-            n = request.num_uncomputed
+            start = request.kv.kv_scheduled_len
+            n = request.num_known - start
             if n > 1:
-                n = self._chunk_len(request.kv.kv_scheduled_len, n, budget)
+                n = self._chunk_len(start, n, budget)
                 budget = None if budget is None else budget - n
             if n:
                 chunks.append(Chunk(request, n))
         return chunks
 
     def _chunk_len(self, start: int, wanted: int, budget: int | None) -> int:
-        """How many of `wanted` tokens from `start` on fit; a chunk that is not the last ends where the device resumes."""
+        """How many of `wanted` tokens from `start` on fit; all chunks but the last end where the device resumes."""
         if budget is None or wanted <= budget:
             return wanted
         return max(0, align_resume(start + budget, self._page_size, self._capabilities) - start)
@@ -219,21 +222,21 @@ class Scheduler:
         return self.allocator.match(request.tokens, request.namespace).num_pages
 
     def _step_input(self, chunks: list[Chunk]) -> StepInput:
+        """The message of chunks that were scheduled; rows, lengths and tokens as columns."""
         requests = [chunk.request for chunk in chunks]
-        num_new = np.array([chunk.num_new for chunk in chunks], dtype=np.int32)
-        ends = np.array([request.kv.kv_scheduled_len for request in requests], dtype=np.int32)
-        starts = ends - num_new
-        tokens = [request.tokens[start:end] for request, start, end in zip(requests, starts, ends, strict=True)]
-        is_sampled = np.array([request.num_uncomputed == 0 for request in requests], dtype=np.bool_)
-        sampled = [request for request in requests if request.num_uncomputed == 0]
+        num_new = [chunk.num_new for chunk in chunks]
+        ends = [request.kv.kv_scheduled_len for request in requests]
+        tokens = [r.tokens[end - n : end] for r, n, end in zip(requests, num_new, ends, strict=True)]
+        is_sampled = [request.num_known == end for request, end in zip(requests, ends, strict=True)]
+        sampled = [request for request, samples in zip(requests, is_sampled, strict=True) if samples]
         self._step_id += 1
         return StepInput(
             step_id=self._step_id,
             rows=np.array([request.kv.row for request in requests], dtype=np.int32),
-            starts=starts,
-            num_new=num_new,
+            starts=np.array(ends, dtype=np.int32) - np.array(num_new, dtype=np.int32),
+            num_new=np.array(num_new, dtype=np.int32),
             token_ids=np.concatenate(tokens),
-            is_sampled=is_sampled,
+            is_sampled=np.array(is_sampled, dtype=np.bool_),
             sampling=SamplingColumns(
                 temperature=np.array([request.params.temperature for request in sampled], dtype=np.float32),
                 top_k=np.array([request.params.top_k for request in sampled], dtype=np.int32),

@@ -110,8 +110,7 @@ class Tokenizer:
         if ids[:2] == [self.bos_token_id] * 2 and not self._warned_of_doubled_bos:
             self._warned_of_doubled_bos = True
             logger.warning(
-                "a prompt begins with two BOS tokens: the tokenizer adds one and the text has one; "
-                "remove it from the text, or pass token ids"
+                "a prompt begins with two BOS tokens: the tokenizer adds one, do not write it in the text as well"
             )
         return ids
 

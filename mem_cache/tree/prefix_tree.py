@@ -31,7 +31,7 @@ from mem_cache.tree.policies import EVICTION_POLICIES, EvictionKey
 
 
 class LockError(Exception):
-    """A receipt was given back twice, or to a tree that never wrote it; nothing changed."""
+    """A lock that cannot be: a receipt given back twice or foreign, a match that is out of date; nothing changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,11 @@ class PrefixTree:
 
         Args:
             count_hit: the match is a request that continues from it (for lfu and slru).
+        Raises:
+            LockError: the path was split or evicted since it was matched; nothing changed.
         """
         path = list(match.path)
+        self._check_fresh(match)
         if path:
             path[-1] = self._split_at(path, match.num_pages)
             self._touch(path)
@@ -224,6 +227,17 @@ class PrefixTree:
         while path and covered - path[-1].num_pages >= depth:
             covered -= path.pop().num_pages
         return Match(tuple(path), depth)
+
+    def _check_fresh(self, match: Match) -> None:
+        above, length = self._root, 0
+        for node in match.path:
+            if node.parent is not above:
+                break
+            above, length = node, length + node.num_pages
+        else:
+            if match.num_pages <= length:
+                return
+        raise LockError(f"a match of {match.num_pages} pages is out of date: the tree has changed, match again")
 
     def _split_at(self, path: list[Node], depth: int) -> Node:
         """The node that ends exactly at `depth` pages; splits the last one of `path` when it reaches further.

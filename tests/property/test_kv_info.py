@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import strategies as domain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import strategies as domain
 from mem_cache.kv_info import LadderError, Owner, OwnerKind, OwnershipError, ReqKvInfo, Turn
 
 
@@ -31,7 +31,9 @@ turns = st.builds(Turn, st.sampled_from(["r1", "r2"]), st.integers(0, 1))
 owners = st.builds(Owner, st.sampled_from(list(OwnerKind)), st.sampled_from(["a", "b"]))
 
 
-@given(st.lists(st.one_of(st.tuples(st.sampled_from(["lend", "give_back"]), turns), st.tuples(st.just("detach"), owners))))
+@given(
+    st.lists(st.one_of(st.tuples(st.sampled_from(["lend", "give_back"]), turns), st.tuples(st.just("detach"), owners)))
+)
 def test_a_record_has_one_borrower_and_one_owner_whatever_is_tried(calls: list[tuple[str, Turn | Owner]]) -> None:
     record = ReqKvInfo(domain.geometry(4, 2))
     borrower: Turn | None = None

@@ -7,11 +7,11 @@ from itertools import product
 
 import numpy as np
 import pytest
+from strategies import PAGE_SIZES, Books, blocks, geometry, make_books, snapshot, snapshot_record, tokens_of
 
 from devices.page_pool import OutOfPages
 from devices.pages import IntArray
 from mem_cache.allocation import (
-    Growth,
     PageRange,
     decode,
     extend,
@@ -25,7 +25,6 @@ from mem_cache.kv_info import LadderError, ReqKvInfo, RowGeometry
 from mem_cache.rows import OutOfRows
 from mem_cache.tree.keys import Namespace
 from mem_cache.tree.prefix_tree import LockError, LockReceipt
-from strategies import PAGE_SIZES, Books, blocks, geometry, make_books, snapshot, snapshot_record, tokens_of
 
 BASE = Namespace()
 EVERY_PAGE_SIZE = pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -57,28 +56,31 @@ def named(books: Books, record: ReqKvInfo, family: str = "full") -> list[int]:
 def lives(shape: RowGeometry) -> Iterator[tuple[ReqKvInfo, set[int]]]:
     """Records at every small `(protected, committed, allocated, cursor, floor)`, with the pages their window let go.
 
-    The record slides before the tree takes its prefix over, or behind it: the cursor may stand on both sides.
+    The three that bound the window move in different orders, so the cursor stands on every side of the others.
     """
     page, width = shape.page_size, shape.row_width
+    orders = (("protect", "shield", "slide"), ("shield", "slide", "protect"), ("slide", "protect", "shield"))
     for allocated in range(0, width + 1, page):
-        for committed, slide_first in product(range(allocated + 1), (False, True)):
-            lengths = range(0, committed + 1, page)
-            for protected, cursor, floor in product(lengths, lengths, range(committed + 1)):
-                record = ReqKvInfo(shape)
+        for committed, order in product(range(allocated + 1), orders):
+            borders = range(0, committed + 1, page)
+            for protected, cursor, floor in product(borders, borders, range(committed + 1)):
+                record, gone = ReqKvInfo(shape), set()
                 record.bind(1)
                 record.reserve(allocated)
                 record.schedule(committed)
                 record.commit(committed)
-                if not slide_first:
-                    record.protect(protected)
-                record.shield_window(floor)
-                gone: set[int] = set()
-                kept = max(record.cache_protected_len, floor, record.swa_evicted_seqlen)
-                if cursor >= kept and (cursor - floor >= 0 and cursor >= -(-floor // page) * page):
-                    gone = {i for i in range(allocated // page) if kept <= i * page and (i + 1) * page <= cursor}
-                    record.slide_window(cursor)
-                if slide_first:
-                    record.protect(protected)
+                try:
+                    for move in order:
+                        if move == "protect":
+                            record.protect(protected)
+                        elif move == "shield":
+                            record.shield_window(floor)
+                        elif cursor:
+                            keep = max(record.cache_protected_len, record.swa_evict_floor)
+                            record.slide_window(cursor)
+                            gone = {i for i in range(allocated // page) if keep <= i * page < cursor}
+                except LadderError:
+                    continue
                 yield record, gone
 
 
@@ -93,15 +95,11 @@ def test_a_release_frees_each_page_that_is_the_rows_own_and_still_there(page_siz
             assert part.start < part.end
             assert part.start % page_size == part.end % page_size == 0
             freed[part.family] += range(part.start // page_size, part.end // page_size)
-        own = [
-            i
-            for i in range(record.kv_allocated_len // page_size)
-            if i * page_size >= record.cache_protected_len
-        ]
+        own = [i for i in range(record.kv_allocated_len // page_size) if i * page_size >= record.cache_protected_len]
         want = {"full": own, "window": [i for i in own if i not in gone], "derived": []}
         assert freed == {family.name: want[family.name] for family in shape.families}, str(record)
         count += 1
-    assert count > 50
+    assert count > 60
 
 
 def test_what_a_release_frees_by_hand() -> None:
@@ -281,7 +279,7 @@ def test_without_enough_pages_nothing_is_taken_and_nothing_is_evicted(page_size:
     before = snapshot(books, [holder, new])
     wanted = plan([decode(holder, 1), extend(new, 4 * page_size)])
     assert books.allocator.lacking_pages(wanted) == 1
-    with pytest.raises(OutOfPages, match="5 pages .* 4 are free"):
+    with pytest.raises(OutOfPages, match=r"5 pages .* 4 are free"):
         books.allocator.commit(wanted)
     assert snapshot(books, [holder, new]) == before
     assert audit(books.allocator, [Holding(holder, lock)]) == []
@@ -375,7 +373,7 @@ def test_what_lacks_nothing_can_be_committed_while_a_step_is_in_flight() -> None
     books.allocator.commit(wanted)
 
 
-@pytest.mark.xfail(strict=True, reason="a plan remembers its sums, its growths look at the record again")
+@pytest.mark.xfail(strict=True, reason="commit does not notice that a plan is out of date")
 @pytest.mark.parametrize("how", ["committed twice", "one record in it twice"])
 def test_a_plan_that_its_records_have_outrun_loses_no_page(how: str) -> None:
     books = make_books(4)
@@ -407,10 +405,11 @@ def test_a_window_family_gets_its_own_pages_and_gives_back_what_it_still_has() -
 
 
 @pytest.mark.parametrize(
-    ("length", "reused"), [(0, 0), (1, 0), (15, 0), (16, 0), (17, 16), (63, 48), (64, 48), (65, 64), (128, 112), (129, 128)]
+    ("length", "reused"),
+    [(0, 0), (1, 0), (15, 0), (16, 0), (17, 16), (63, 48), (64, 48), (65, 64), (128, 112), (129, 128)],
 )
 def test_a_fully_cached_prompt_leaves_at_least_one_token_to_compute(length: int, reused: int) -> None:
-    books = make_books(16)
+    books = make_books(16, row_pages=9)
     prompt = blocks(list(range(9)), 16)[:129]
     cached(books, prompt)
     for _ in range(3):
@@ -546,7 +545,7 @@ def test_a_published_prefix_is_found_in_its_own_namespace_only() -> None:
 def test_a_release_gives_everything_back_wherever_the_record_stands(page_size: int, stop: str) -> None:
     books = make_books(page_size)
     prompt = np.concatenate([blocks([0, 1], page_size), tokens_of([5, 6])])
-    cached(books, prompt[: page_size + 1])
+    cached(books, prompt[:page_size])
     free = books.families.pools["full"].num_free
     record = books.record()
     lock = books.tree.lock(books.allocator.match(prompt, BASE))
@@ -606,6 +605,6 @@ def test_a_released_record_can_climb_again() -> None:
     books = make_books(4)
     record, lock = start(books, blocks([0, 1], 4))
     books.allocator.release(record, lock)
-    books.allocator.commit(plan([Growth(record, 12)]))
+    books.allocator.commit(plan([extend(record, 12)]))
     assert record.kv_allocated_len == 12
     assert audit(books.allocator, [Holding(record, None)]) == []

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
+from strategies import snapshot_record
 
 from devices.page_pool import PageFamily
 from mem_cache.kv_info import (
@@ -20,7 +21,6 @@ from mem_cache.kv_info import (
     RowGeometry,
     Turn,
 )
-from strategies import snapshot_record
 
 PAGE = 2
 WIDTH = 3 * PAGE
@@ -108,7 +108,9 @@ MOVES = [
     Move("reserve", lambda at, n: at.scheduled <= n and whole(n), lambda at, n: replace(at, allocated=n)),
     Move("schedule", lambda at, n: at.scheduled <= n <= at.allocated, lambda at, n: replace(at, scheduled=n)),
     Move("commit", lambda at, n: at.committed <= n <= at.scheduled, lambda at, n: replace(at, committed=n)),
-    Move("protect", lambda at, n: at.protected <= n <= at.committed and whole(n), lambda at, n: replace(at, protected=n)),
+    Move(
+        "protect", lambda at, n: at.protected <= n <= at.committed and whole(n), lambda at, n: replace(at, protected=n)
+    ),
     Move(
         "rewind",
         lambda at, n: at.protected <= n <= at.scheduled and at.cursor <= n,
@@ -118,8 +120,9 @@ MOVES = [
 WINDOW_MOVES = [
     Move(
         "shield_window",
-        lambda at, n: at.floor <= n <= at.scheduled
-        and (at.cursor <= at.dead_lo or replace(at, floor=n).dead_lo == at.dead_lo),
+        lambda at, n: (
+            at.floor <= n <= at.scheduled and (at.cursor <= at.dead_lo or replace(at, floor=n).dead_lo == at.dead_lo)
+        ),
         lambda at, n: replace(at, floor=n),
     ),
     Move(

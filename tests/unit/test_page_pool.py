@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from strategies import tokens_of as ids
 
 from devices.page_pool import PADDING_PAGE, Fence, OutOfPages, PageError, PageFamilies, PageFamily, PagePool
 from devices.pages import IntArray
-from strategies import tokens_of as ids
 
 
 def books_of(pool: PagePool) -> tuple[list[int], list[int], list[int]]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import PAGE_SIZES, page_sizes, ragged_batches
 
 from devices.base import Capabilities
 from devices.pages import (
@@ -18,7 +19,6 @@ from devices.pages import (
     ragged_slots,
     slots_of,
 )
-from strategies import PAGE_SIZES, page_sizes, ragged_batches
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 4, 16, 128])
@@ -37,7 +37,9 @@ def test_floor_ceil_and_count_agree_with_filling_pages_token_by_token(page_size:
             full = length + 1
 
 
-@pytest.mark.parametrize(("length", "page_size", "floor", "ceil"), [(0, 16, 0, 0), (1, 16, 0, 16), (128, 128, 128, 128)])
+@pytest.mark.parametrize(
+    ("length", "page_size", "floor", "ceil"), [(0, 16, 0, 0), (1, 16, 0, 16), (128, 128, 128, 128)]
+)
 def test_page_borders_by_hand(length: int, page_size: int, floor: int, ceil: int) -> None:
     assert (floor_page(length, page_size), ceil_page(length, page_size)) == (floor, ceil)
 

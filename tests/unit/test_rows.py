@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import geometry, tokens_of
 
 from devices.page_pool import PADDING_PAGE, PageFamily
 from mem_cache.kv_info import RowGeometry
 from mem_cache.rows import OutOfRows, RowPool, TableChange, table_width
-from strategies import geometry, tokens_of
 
 ids = tokens_of
 

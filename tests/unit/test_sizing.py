@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import page_sizes
 
 from mem_cache.sizing import DEFAULT_MAX_RUNNING, DoesNotFit, attention_token_bytes, row_width, size_pools
-from strategies import page_sizes
 
 
 def test_bytes_of_a_token_are_a_key_and_a_value_of_every_head_of_every_layer() -> None:
