@@ -148,8 +148,14 @@ class Device(Protocol):
         """Zeroed KV of one layer for `num_pages` pages (the padding page included) in the device's layout."""
         ...
 
-    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
-        """An attention backend for layers of this shape, softmax scale `head_dim ** -0.5`."""
+    def attention(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None
+    ) -> AttentionBackend:
+        """An attention backend for layers of this shape, softmax scale `head_dim ** -0.5`.
+
+        Args:
+            window: a token attends to itself and the `window - 1` tokens before it; None attends to all.
+        """
         ...
 
     def synchronize(self) -> None:

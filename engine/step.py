@@ -102,7 +102,7 @@ def _encode_array(value: Any) -> _PackedArray:
 
 def _decode_array(kind: type, value: Any) -> Any:
     packed = msgspec.convert(value, _PackedArray)
-    return np.frombuffer(packed.data, dtype=packed.dtype).reshape(packed.shape)
+    return np.frombuffer(bytearray(packed.data), dtype=packed.dtype).reshape(packed.shape)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)

@@ -54,10 +54,11 @@ class _Prefill:
 
 
 class PagedAttention:
-    """Causal attention of `num_heads` query heads over `num_kv_heads` paged heads (grouped-query when fewer)."""
+    """Causal attention of `num_heads` query heads over `num_kv_heads` paged heads (grouped-query when fewer), over the
+    last `window` tokens when one is given."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> None:
+        self.num_heads, self.num_kv_heads, self.head_dim, self.window = num_heads, num_kv_heads, head_dim, window
         self.group = num_heads // num_kv_heads
         self.scale = head_dim**-0.5
         self._decode: list[_DecodeGroup] = []
@@ -106,12 +107,15 @@ class PagedAttention:
         pages = int(num_pages[rows].max())
         length = pages * step.page_size
         seq_lens = step.seq_lens[rows]
-        masked = np.arange(length) >= seq_lens[:, None]
+        key = np.arange(length)
+        masked = key >= seq_lens[:, None]
+        if self.window is not None:
+            masked |= key < seq_lens[:, None] - self.window
         # Keys between a row's last token and the end of its last page.
         num_stale = num_pages[rows] * step.page_size - seq_lens
-        row, key = np.repeat(np.arange(len(rows)), num_stale), ragged_positions(seq_lens, num_stale)
+        row, stale_key = np.repeat(np.arange(len(rows)), num_stale), ragged_positions(seq_lens, num_stale)
         head = np.arange(self.num_kv_heads)
-        stale = ((row[:, None] * self.num_kv_heads + head) * length + key[:, None]).reshape(-1)
+        stale = ((row[:, None] * self.num_kv_heads + head) * length + stale_key[:, None]).reshape(-1)
         whole_step = len(rows) == len(step.query_lens)
         return _DecodeGroup(
             tokens=None if whole_step else torch.from_numpy(starts[rows].astype(np.int64)),
@@ -155,16 +159,23 @@ class PagedAttention:
         block = max(1, min(QUERY_BLOCK, SCORE_BUDGET // (self.num_heads * seq_len)))
         for first in range(0, request.num_new, block):
             last = min(first + block, request.num_new)
+            n = last - first
             past = seq_len - request.num_new + first  # keys before the block's first query
-            visible = past + last - first  # keys up to the block's last query
+            oldest = 0 if self.window is None else max(0, past + 1 - self.window)
+            visible = slice(oldest, past + n)  # keys that some query of the block attends to
             queries = grouped[:, :, first:last].reshape(heads, -1, dim) * self.scale
-            scores = torch.bmm(queries, keys[:, :visible].transpose(1, 2))
-            future = torch.ones(last - first, last - first, dtype=torch.bool).triu_(1)
-            scores.view(heads, self.group, last - first, visible)[..., past:].masked_fill_(future, float("-inf"))
+            scores = torch.bmm(queries, keys[:, visible].transpose(1, 2))
+            scores.view(heads, self.group, n, -1).masked_fill_(self._hidden(n, past - oldest), float("-inf"))
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-            attended = torch.bmm(weights, values[:, :visible]).view(heads, self.group, last - first, dim)
-            out[first:last] = attended.permute(2, 0, 1, 3).reshape(last - first, self.num_heads, dim)
+            attended = torch.bmm(weights, values[:, visible]).view(heads, self.group, n, dim)
+            out[first:last] = attended.permute(2, 0, 1, 3).reshape(n, self.num_heads, dim)
         return out
+
+    def _hidden(self, num_queries: int, past: int) -> torch.Tensor:
+        """Keys that a query must not see, bool [num_queries, past + num_queries]: later ones, and those too old."""
+        hidden = torch.ones(num_queries, past + num_queries, dtype=torch.bool)
+        later = hidden.triu(past + 1)
+        return later if self.window is None else later | hidden.tril(past - self.window)
 
 
 def _gather(kv: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

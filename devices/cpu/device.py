@@ -50,8 +50,10 @@ class CpuDevice:
         shape = (num_pages, num_kv_heads, page_size, head_dim)
         return KvLayer(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), index)
 
-    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionBackend:
-        return PagedAttention(num_heads, num_kv_heads, head_dim)
+    def attention(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None
+    ) -> AttentionBackend:
+        return PagedAttention(num_heads, num_kv_heads, head_dim, window)
 
     def synchronize(self) -> None:
         """CPU work is done when its call returns."""

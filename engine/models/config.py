@@ -269,7 +269,7 @@ def _attention_sizes(
         fields.refuse(kv_heads_key, num_kv_heads, f"a divisor of {heads_key}={num_heads}")
     if fields.values.get(head_dim_key) is None and hidden_size % num_heads:
         fields.refuse(heads_key, num_heads, f"a divisor of {hidden_key}={hidden_size}, or a {head_dim_key}")
-    head_dim = fields.integer(head_dim_key, max(1, hidden_size // num_heads))
+    head_dim = fields.integer(head_dim_key, hidden_size // num_heads)
     if head_dim % 2:
         fields.refuse(head_dim_key, head_dim, "an even number: rotary embedding turns pairs")
     return num_heads, num_kv_heads, head_dim
@@ -299,7 +299,7 @@ def _rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
         if owner.number("partial_rotary_factor", 1.0) != 1.0:
             owner.refuse("partial_rotary_factor", owner.values["partial_rotary_factor"], "1.0: whole heads are turned")
     kind_key = "rope_type" if section.get("rope_type") is not None else "type"
-    if section.get("type", section.get(kind_key)) != section.get(kind_key):
+    if section.get("type") not in (None, section.get(kind_key)):
         fields.refuse("rope_type", section[kind_key], f"to equal type={section['type']!r}")
     kind = fields.text(kind_key, None if section.get("factor") is not None else "default")
     theta = fields.number("rope_theta", top.number("rope_theta", 10000.0))

@@ -16,7 +16,7 @@ import torch
 from engine.step import SamplingColumns
 
 CANDIDATES = 1024
-"""Best tokens looked at first for top-k and top-p; a row whose top-p mass needs more is sorted whole."""
+"""Best tokens looked at first for top-k and top-p; a row that needs more is sorted whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ def sample(logits: torch.Tensor, columns: SamplingColumns) -> Sampled:
             if len(members):
                 rows = torch.from_numpy(members)
                 number = uniform[torch.from_numpy(np.searchsorted(drawn, members))]
-                scaled = logits[rows] / torch.from_numpy(columns.temperature[members])[:, None]
+                # Less the best: a distribution stays the same, and no temperature makes its best token infinite.
+                scaled = (logits[rows] - best[rows][:, None]) / torch.from_numpy(columns.temperature[members])[:, None]
                 # A row that is not finite has no distribution; any will do, its token is not used.
                 scaled = torch.where(is_finite[rows][:, None], scaled, 0.0)
                 token_ids[rows] = choose(scaled, number, columns.top_k[members], columns.top_p[members])
@@ -69,29 +70,41 @@ def _draw(
 
 
 def _draw_filtered(
-    scaled: torch.Tensor, uniform: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: npt.NDArray[np.float32]
+    scaled: torch.Tensor,
+    uniform: torch.Tensor,
+    top_k: npt.NDArray[np.int32],
+    top_p: npt.NDArray[np.float32],
+    num_candidates: int = CANDIDATES,
 ) -> torch.Tensor:
-    """From the best tokens, best first."""
+    """From the best tokens, best first. A row is drawn from all of its tokens when it needs more than the candidates,
+    and no row because another one does."""
     vocab_size = scaled.shape[-1]
+    num_candidates = min(num_candidates, vocab_size)
     limit = torch.from_numpy(np.where(top_k == -1, vocab_size, np.minimum(top_k, vocab_size)).astype(np.int64))
-    nucleus = torch.from_numpy(top_p.astype(np.float64))[:, None]
-    # What top-p is measured against: the mass that top-k leaves, or all of it.
-    num_candidates = min(CANDIDATES, vocab_size)
+    # Never empty, also where the request's number is too small for its float32 column.
+    nucleus = torch.from_numpy(np.maximum(top_p.astype(np.float64), 1e-300))[:, None]
     whole = torch.logsumexp(scaled.double(), dim=-1, keepdim=True)
-    values, ids = torch.topk(scaled, num_candidates, dim=-1)
+    if num_candidates < vocab_size:
+        values, ids = torch.topk(scaled, num_candidates, dim=-1)
+    else:
+        values, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
     in_top_k = torch.arange(num_candidates)[None, :] < limit[:, None]
     mass = torch.where(in_top_k, (values.double() - whole).exp(), 0.0)
-    is_short = (limit > num_candidates) & ((mass.sum(-1) < nucleus[:, 0]) | (nucleus[:, 0] >= 1))
-    if bool(is_short.any()):
-        values, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
-        in_top_k = torch.arange(vocab_size)[None, :] < limit[:, None]
-        mass = torch.where(in_top_k, (values.double() - whole).exp(), 0.0)
-    kept = torch.where((limit >= vocab_size)[:, None], 1.0, mass.sum(-1, keepdim=True))
+    found = mass.sum(-1, keepdim=True)
+    # What top-p is measured against: the mass that top-k leaves, or all of it.
+    kept = torch.where((limit >= vocab_size)[:, None], 1.0, found)
     share = mass / kept
     # A token belongs to the nucleus while those before it have not reached top-p: the first always does.
     before = share.cumsum(-1) - share
     place = _invert(torch.where(before < nucleus, mass, 0.0), uniform)
-    return ids.gather(-1, place[:, None])[:, 0]
+    chosen = ids.gather(-1, place[:, None])[:, 0]
+    # Beyond the candidates: the mass of a top-k, or the end of a nucleus of all tokens.
+    is_wider = (limit < vocab_size) | ((found < nucleus) | (nucleus >= 1))[:, 0]
+    short = torch.nonzero((limit > num_candidates) & is_wider)[:, 0]
+    if len(short):
+        host = short.numpy()
+        chosen[short] = _draw_filtered(scaled[short], uniform[short], top_k[host], top_p[host], vocab_size)
+    return chosen
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

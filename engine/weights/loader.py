@@ -105,11 +105,12 @@ def _fill(destination: torch.Tensor, tensor: torch.Tensor) -> str | None:
         return f"has dtype {tensor.dtype}, needs a plain float: this quantisation is not supported"
     destination.copy_(tensor)
     largest = torch.finfo(destination.dtype).max
-    if largest < torch.finfo(tensor.dtype).max:
-        infinite = destination.isinf()
-        lost = int((infinite & tensor.to(destination.device).isfinite()).sum()) if infinite.any() else 0
-        if lost:
-            return f"has {lost} values beyond {largest:g}, the largest {destination.dtype}: use bfloat16 or float32"
+    if tensor.numel() and largest < torch.finfo(tensor.dtype).max:
+        low, high = torch.aminmax(tensor)  # one cheap pass; the exact count is taken only when it may not be 0
+        if not (-largest <= low and high <= largest):
+            lost = int((destination.isinf() & tensor.to(destination.device).isfinite()).sum())
+            if lost:
+                return f"has {lost} values beyond {largest:g}, the largest {destination.dtype}: use bfloat16 or float32"
     return None
 
 
@@ -118,7 +119,7 @@ def _may_be_left(name: str, optional: Container[str]) -> bool:
 
 
 def _warn_unless_tied(name: str, tensor: torch.Tensor, embedding: torch.Tensor) -> None:
-    if tensor.shape != embedding.shape or not torch.equal(tensor.to(embedding), embedding):
+    if not torch.equal(tensor.to(embedding), embedding):
         logger.warning(
             "%s is in the file and differs from %s, but the config says they are tied: it is not used; "
             "set tie_word_embeddings to false to use it",

@@ -173,6 +173,16 @@ def test_a_continuation_keeps_the_space_that_a_text_by_itself_loses(name: str, w
     assert tokenizer.decode(prompt) + _stream(tokenizer, answer, [], prompt_ids=prompt) == text
 
 
+def test_a_decoder_that_needs_the_library_waits_for_the_last_byte_of_a_character_too() -> None:
+    late_spaces = decoders.Sequence([decoders.ByteFallback(), decoders.Replace("\u2581", " ")])
+    tokenizer = _with_decoder("sentencepiece", late_spaces)
+    assert not tokenizer.token_table.concatenates
+    ids = tokenizer.encode("the 🙂🙂 한 in", add_special_tokens=False)
+    stream = IncrementalDetokenizer(tokenizer)
+    shown = [stream.push([token_id]) for token_id in ids]
+    assert [piece for piece in shown if piece] == [" the", " ", "🙂", "🙂", " ", "한", " in"]
+
+
 def test_only_special_tokens_in_front_leave_a_text_to_stand_for_itself() -> None:
     tokenizer = TOKENIZERS["sentencepiece"]
     (bos,), ids = tokenizer.encode(""), tokenizer.encode("the", add_special_tokens=False)

@@ -82,7 +82,9 @@ def test_a_parameter_that_requires_grad_is_filled():
 
 def test_empty_and_scalar_parameters_are_filled():
     scalar = torch.tensor(0.0)
-    load_weights({"s": scalar, "e": torch.zeros(3, 0)}, source_of(s=torch.tensor(2.5), e=torch.zeros(3, 0)))
+    load_weights(
+        {"s": scalar, "e": torch.zeros(3, 0, dtype=torch.float16)}, source_of(s=torch.tensor(2.5), e=torch.zeros(3, 0))
+    )
     assert scalar == 2.5
 
 
@@ -159,6 +161,18 @@ def test_values_that_float16_cannot_hold_are_counted_and_refused(saved, big):
     infinite_after = 3 if saved == torch.bfloat16 else 2  # bfloat16 rounds 65504 up to 65536
     with pytest.raises(ModelLoadError, match=f"w has {infinite_after} values beyond 65504, the largest torch.float16"):
         load_weights({"w": torch.zeros(2, 3, dtype=torch.float16)}, source_of(w=values))
+
+
+@pytest.mark.parametrize("value", [65520.0, -65520.0])
+def test_one_value_too_large_on_either_side_is_refused(value):
+    with pytest.raises(ModelLoadError, match="w has 1 values beyond 65504"):
+        load_weights({"w": torch.zeros(2, dtype=torch.float16)}, source_of(w=torch.tensor([1.0, value])))
+
+
+def test_a_value_that_float16_rounds_down_to_its_largest_is_kept():
+    destination = torch.zeros(1, dtype=torch.float16)
+    load_weights({"w": destination}, source_of(w=torch.tensor([65519.0])))
+    assert destination == 65504
 
 
 def test_values_that_bfloat16_rounds_to_infinity_are_refused():

@@ -136,6 +136,7 @@ def test_the_saved_dtype_may_stand_under_its_old_key(changes):
         ({"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}, RopeConfig("default", 7.0), 512),
         ({"rope_theta": 3, "rope_parameters": {"rope_theta": 7.0}}, RopeConfig("default", 7.0), 512),
         ({"rope_scaling": {"type": "linear", "factor": 4}}, RopeConfig("linear", 10000.0, 4.0), 2048),
+        ({"rope_scaling": {"type": None, "rope_type": "linear", "factor": 4}}, RopeConfig("linear", 1e4, 4.0), 2048),
         (
             {"rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 2}},
             RopeConfig("linear", 1e4, 2.0),

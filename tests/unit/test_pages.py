@@ -15,6 +15,7 @@ from devices.pages import (
     floor_page,
     is_whole_pages,
     page_count,
+    page_counts,
     ragged_positions,
     ragged_slots,
     slots_of,
@@ -88,6 +89,22 @@ def test_slots_of_a_ragged_batch_are_those_of_each_token_in_order(
         ragged = ragged_slots(np.array(tables, dtype=np.int32), first, count, page_size)
         assert ragged.tolist() == slots
         assert ragged.dtype == np.int64
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_a_step_of_one_token_each_names_the_slot_of_each_rows_next_token(page_size: int) -> None:
+    tables = np.array([[7, 3], [5, 9], [2, 4]], dtype=np.int32)
+    starts, ones = np.array([page_size, 0, 2 * page_size - 1], dtype=np.int32), np.ones(3, dtype=np.int32)
+    assert ragged_positions(starts, ones).tolist() == starts.tolist()
+    slots = ragged_slots(tables, starts, ones, page_size)
+    assert slots.tolist() == [3 * page_size, 5 * page_size, 4 * page_size + page_size - 1]
+
+
+@given(page_sizes, st.lists(st.integers(0, 1000)))
+def test_the_page_counts_of_a_batch_are_those_of_each_row(page_size: int, lengths: list[int]) -> None:
+    counts = page_counts(np.array(lengths, dtype=np.int32), page_size)
+    assert counts.tolist() == [page_count(length, page_size) for length in lengths]
+    assert counts.dtype == np.int32
 
 
 def test_an_empty_step_has_no_positions_and_no_slots() -> None:

@@ -183,7 +183,17 @@ def test_without_stops_a_stream_shows_all_and_flushes_half_a_character() -> None
     assert (stream.matched, stream.matched_at) == (None, None)
 
 
-def test_held_text_and_half_a_character_come_out_together_and_in_order() -> None:
+def test_held_text_comes_out_at_the_end_and_half_a_character_behind_it() -> None:
     tokenizer = TOKENIZERS["byte_level"]
+    ids = tokenizer.encode("in🙂")
     stream = TextStream(tokenizer, ("in🙂",))
-    assert (stream.push(tokenizer.encode("in🙂")[:-1]), stream.finish()) == ("", "in\ufffd")
+    assert (stream.push(ids[:1]), stream.finish(), stream.text) == ("", "in", "in")
+    stream = TextStream(tokenizer, ("in🙂",))
+    assert (stream.push(ids[:-1]), stream.finish(), stream.text) == ("", "in\ufffd", "in\ufffd")
+
+
+def test_a_stop_that_the_flush_completes_cuts_the_text_but_no_token() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    stream = TextStream(tokenizer, ("n\ufffd",))
+    assert (stream.push(tokenizer.encode("in🙂")[:-1]), stream.finish()) == ("i", "")
+    assert (stream.matched, stream.matched_at) == ("n\ufffd", None)

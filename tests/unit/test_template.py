@@ -71,6 +71,7 @@ def test_a_malformed_conversation_is_refused_by_the_name_of_its_field(messages: 
     with pytest.raises(BadRequest) as refusal:
         tiny_tokenizer("byte_level").render_chat(messages)
     assert refusal.value.field == field
+    assert "template" not in refusal.value.rule  # refused before the template saw it
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "conversation", "return_dict", "tokenizer_kwargs"])
@@ -102,5 +103,6 @@ def test_an_error_in_the_template_is_the_requests_and_keeps_its_words(template: 
 
 
 def test_a_variable_with_half_a_character_is_refused_after_rendering() -> None:
-    with pytest.raises(BadRequest, match="surrogate"):
+    with pytest.raises(BadRequest, match="surrogate") as refusal:
         _with_template("{{ note }}").render_chat(TURNS, note="\ud83d")
+    assert refusal.value.field == "messages"

@@ -294,6 +294,21 @@ def test_a_sentencepiece_gguf_keeps_its_special_tokens(sentencepiece_pair: Any) 
     assert tokenizer.decode([think, end]) == "<think>"
 
 
+def test_pieces_of_a_sentencepiece_gguf_merge_only_into_normal_tokens() -> None:
+    unused = 5
+    metadata = _gguf(
+        model="llama",
+        merges=None,
+        tokens=["<unk>", "\u2581", "a", "b", "c", "ab", "bc"],
+        token_type=[UNKNOWN, NORMAL, NORMAL, NORMAL, NORMAL, unused, NORMAL],
+        scores=[0.0, 0.0, 0.0, 0.0, 0.0, -1.0, -2.0],
+        bos_token_id=None,
+        eos_token_id=None,
+        unknown_token_id=0,
+    )
+    assert _pieces(Tokenizer.from_gguf(metadata), "abc") == [b" ", b"a", b"bc"]
+
+
 def test_scores_must_cover_all_tokens_of_a_sentencepiece_gguf() -> None:
     with pytest.raises(ModelLoadError, match="scores"):
         Tokenizer.from_gguf(_gguf(model="llama", merges=None, scores=[0.0]))

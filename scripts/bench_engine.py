@@ -1,0 +1,131 @@
+"""Measures the engine's own costs on a real model; prints medians, never asserts.
+
+    python scripts/bench_engine.py [--model M] [--soak-minutes N] [--json FILE]
+
+decode      host and device time of a decode step at batch 1, 8 and 32; "busy" is CPU seconds a second: below 1.8 on two
+            threads another program took the cores, and the row should not be quoted
+prefix hit  time to first token of a 2,048-token prompt, cold and with its first 2,000 tokens cached
+soak        a mixed load (shared prefixes, aborts, a pool too small for all) for some minutes: memory before and after
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine import LLM, SamplingParams
+
+Result = dict[str, Any]
+
+
+def decode_steps(llm: LLM, batch: int, context: int = 256, num_steps: int = 64) -> Result:
+    """Medians of one decode step with `batch` requests of about `context` tokens."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=num_steps + 8, ignore_eos=True)
+    rng = np.random.default_rng(batch)
+    for _ in range(batch):
+        llm.core.add(rng.integers(100, 40_000, context).astype(np.int32) % llm.core.vocab_size, params)
+    llm.core.timings.clear()
+    wall, cpu = time.perf_counter(), time.process_time()
+    while llm.core.has_work:
+        llm.core.step()
+    busy = (time.process_time() - cpu) / (time.perf_counter() - wall)
+    steps = [timing for timing in llm.core.timings if timing.num_tokens == timing.num_requests == batch]
+    host, device = (statistics.median(getattr(s, name) for s in steps) for name in ("host_s", "device_s"))
+    return {
+        "what": f"decode batch {batch}",
+        "host_ms": host * 1e3,
+        "device_ms": device * 1e3,
+        "tokens_per_s": batch / (host + device),
+        "busy": busy,
+        "num_steps": len(steps),
+    }
+
+
+def prefix_hit(llm: LLM, rounds: int = 5, length: int = 2048, cached: int = 2000) -> Result:
+    """Time to first token with and without a cached prefix; medians of paired rounds."""
+    one = SamplingParams(temperature=0.0, max_new_tokens=1)
+    rng = np.random.default_rng(0)
+    cold, warm = [], []
+    for _ in range(rounds):
+        llm.flush_cache()
+        head, tail, other = (rng.integers(100, 40_000, n).tolist() for n in (cached, length - cached, length - cached))
+        cold.append(llm.generate([*head, *tail], one).timings.time_to_first_token_s)
+        result = llm.generate([*head, *other], one)
+        warm.append(result.timings.time_to_first_token_s)
+    return {
+        "what": f"prefix hit of {result.usage.cached_tokens} in {length} tokens",
+        "cold_ms": statistics.median(cold) * 1e3,
+        "warm_ms": statistics.median(warm) * 1e3,
+        "ratio": statistics.median(c / w for c, w in zip(cold, warm, strict=True)),
+    }
+
+
+def soak(llm: LLM, minutes: float) -> Result:
+    """A mixed load for some minutes; resident memory is sampled after a warm-up of a tenth of it."""
+    rng = np.random.default_rng(1)
+    heads = [rng.integers(100, 40_000, n).tolist() for n in (20, 100, 300, 700)]
+    start = time.monotonic()
+    end, warm = start + minutes * 60, start + minutes * 6
+    before = peak = count = aborted = 0
+    live: list[str] = []
+    while time.monotonic() < end or llm.core.has_work:
+        if len(live) < 24 and time.monotonic() < end:
+            head = heads[rng.integers(len(heads))]
+            prompt = [*head, *rng.integers(100, 40_000, rng.integers(1, 200)).tolist()]
+            params = SamplingParams(max_new_tokens=int(rng.integers(1, 120)), temperature=float(rng.random() < 0.5))
+            live.append(llm.core.add(np.array(prompt, dtype=np.int32), params).id)
+            count += 1
+        if live and rng.random() < 0.02:
+            aborted += llm.core.abort(live[rng.integers(len(live))])
+        llm.core.step()
+        live = [request_id for request_id in live if request_id in llm.core._requests]
+        if time.monotonic() > warm:
+            before = before or resident_bytes()
+            peak = max(peak, resident_bytes())
+    assert llm.audit() == [], llm.audit()
+    return {
+        "what": f"soak {minutes} min",
+        "requests": count,
+        "aborted": aborted,
+        "retracted": llm.stats()["num_retracted_total"],
+        "resident_mb_after_warm_up": before / 1e6,
+        "peak_mb": peak / 1e6,
+        "end_mb": resident_bytes() / 1e6,
+    }
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--soak-minutes", type=float, default=0.0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results = []
+    if args.soak_minutes:
+        results.append(soak(LLM(args.model, max_total_tokens=8192), args.soak_minutes))
+    else:
+        llm = LLM(args.model, max_total_tokens=32768)
+        results += [decode_steps(llm, batch) for batch in (1, 8, 32)]
+        results.append(prefix_hit(llm))
+    for result in results:
+        numbers = "  ".join(
+            f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items() if k != "what"
+        )
+        print(f"{result['what']:<34} {numbers}")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
