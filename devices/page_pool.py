@@ -59,6 +59,7 @@ class PagePool:
         self.family = family
         self.num_pages = num_pages
         self._refs = np.zeros(num_pages + 1, dtype=np.int32)
+        self._place = np.zeros(num_pages + 1, dtype=np.int32)  # scratch of `release`
         # A stack whose top is the lowest id: pages just released are used again while they are warm.
         self._stack = np.arange(num_pages, 0, -1, dtype=np.int32)
         self.num_free = num_pages
@@ -101,11 +102,12 @@ class PagePool:
         if len(pages) == 0:
             return
         before = self._check_owned(pages, "release")
-        np.subtract.at(self._refs, pages, 1)
-        after = self._refs[pages]
-        if not np.array_equal(after, before - 1):
-            np.add.at(self._refs, pages, 1)
+        place = np.arange(len(pages), dtype=np.int32)
+        self._place[pages] = place
+        if not np.array_equal(self._place[pages], place):  # the later of two equal ids overwrote the earlier
             raise PageError(f"release names a page twice: {pages.tolist()[:16]}")
+        after = before - 1
+        self._refs[pages] = after
         ownerless = pages[after == 0]
         if len(ownerless) == 0:
             return
@@ -123,8 +125,9 @@ class PagePool:
 
     def lift(self, fence: Fence) -> None:
         """Take a fence down; pages that waited for it alone become free. Raises PageError when it is not up."""
-        if self._fences.pop(fence.serial, None) is None:
-            raise PageError(f"fence {fence.serial} ({fence.why}) is not up")
+        if self._fences.get(fence.serial) is not fence:
+            raise PageError(f"fence {fence.serial} ({fence.why}) is not up here")
+        del self._fences[fence.serial]
         waiting = []
         for batch in self._pending:
             batch.waits_for.discard(fence.serial)

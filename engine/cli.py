@@ -99,7 +99,7 @@ def doctor() -> None:
         table.add_column(heading, overflow="fold")
     for row in diagnose():
         table.add_row(row.name, "yes" if row.opens else "no", row.self_test or "-", row.text)
-    Console(highlight=False).print(table)
+    Console(highlight=False, markup=False).print(table)
 
 
 @model_app.command("list")
@@ -115,7 +115,7 @@ def model_list(cache: Annotated[str | None, typer.Option("--model-cache", help="
         is_here = (folder / entry.filename).exists()
         size = f"{entry.num_bytes / 1e6:.0f} MB"
         table.add_row(entry.name, size, "yes" if is_here else "no", entry.licence, entry.description)
-    Console(highlight=False).print(table)
+    Console(highlight=False, markup=False).print(table)
 
 
 @model_app.command("fetch")

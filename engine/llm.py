@@ -114,11 +114,13 @@ class LLM:
             BadRequest: a prompt or parameter is wrong; none of the prompts is started then.
         """
         is_one = isinstance(prompts, str) or _is_token_ids(prompts)
-        many: list[Any] = [prompts] if is_one else list(prompts)
+        many: list[Any] = [prompts] if is_one else _listed(prompts)
         ids = [self._token_ids(prompt) for prompt in many]
         live = self._start(ids, self._params_for(params, len(many)), streams=stream)
         if stream:
-            return self._stream(live)
+            pieces = self._stream(live)
+            next(pieces)  # enter it: closed or dropped before that, it would abort nothing
+            return pieces
         results = [piece.result for piece in sorted(self._stream(live), key=lambda p: p.index) if piece.result]
         return results[0] if is_one else results
 
@@ -188,12 +190,16 @@ class LLM:
         return np.array(prompt, dtype=np.int32)
 
     @staticmethod
-    def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, n: int) -> list[SamplingParams]:
+    def _params_for(params: Any, n: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * n
-        if len(params) != n:
-            raise BadRequest("params", len(params), f"must be one for all prompts or one for each of {n}")
-        return list(params)
+        many = list(params) if isinstance(params, Sequence) else [params]
+        for one in many:
+            if not isinstance(one, SamplingParams):
+                raise BadRequest("params", one, "must be SamplingParams, for all prompts or a list with one for each")
+        if len(many) != n:
+            raise BadRequest("params", len(many), f"must be one for all prompts or one for each of {n}")
+        return many
 
     def _start(
         self, prompts: list[np.ndarray[Any, np.dtype[np.int32]]], params: list[SamplingParams], *, streams: bool
@@ -218,9 +224,13 @@ class LLM:
         return live
 
     def _stream(self, live: list[_Live]) -> Iterator[StreamPiece]:
-        """Step the engine until these requests are done; other callers' pieces are kept for them."""
+        """Step the engine until these requests are done; other callers' pieces are kept for them.
+
+        The first piece is empty: who took it has entered, and closing the iterator aborts the requests from then on.
+        """
         unfinished = {one.request.id: one for one in live}
         try:
+            yield StreamPiece(0, "", [])
             while unfinished:
                 for one in list(unfinished.values()):
                     while one.pieces:
@@ -265,6 +275,12 @@ class LLM:
 
 def _is_token_ids(prompt: Any) -> TypeGuard[Sequence[int]]:
     """A list of integers; an empty one is a list of tokens as well."""
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+    if isinstance(prompt, str | bytes | bytearray) or not isinstance(prompt, Sequence):
         return False
     return all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in prompt)
+
+
+def _listed(prompts: Any) -> list[Any]:
+    if not isinstance(prompts, Sequence):
+        raise BadRequest("prompts", prompts, "must be a text, a list of token ids, or a list of either")
+    return list(prompts)

@@ -99,6 +99,16 @@ def plan(growths: Iterable[Growth]) -> Plan:
     return Plan(items, num_rows, sum(growth.num_pages for growth in items))
 
 
+def _check_current(wanted: Plan) -> None:
+    """A plan is good for the records as they were: each once, each where the plan found it."""
+    seen: set[int] = set()
+    for growth in wanted.growths:
+        record = growth.record
+        if id(record) in seen or not (growth.needs_row or record.kv_allocated_len == growth.start):
+            raise LadderError("commit of a plan", growth.target, record, "each record once, where the plan found it")
+        seen.add(id(record))
+
+
 def plan_release(record: ReqKvInfo, geometry: RowGeometry) -> tuple[PageRange, ...]:
     """What the row owns, page range by page range; the tree's part and what the window let go are not in it. Pure.
 
@@ -133,6 +143,9 @@ class KvAllocator:
         self.caching = caching
         self.geometry = rows.geometry
         self._pool_names = tuple(families.pools)
+        for name in self._pool_names:
+            if families.families[name].tokens_per_page != self.geometry.page_size:
+                raise ValueError(f"{families.families[name]}: its pages are not of the row's {self.geometry.page_size}")
 
     @property
     def num_available(self) -> int:
@@ -157,8 +170,11 @@ class KvAllocator:
         """Take everything the plan needs and move its records.
 
         Raises:
-            OutOfRows, OutOfPages: something lacks; no page, row, record or tree node was touched.
+            OutOfRows, OutOfPages: something lacks; no page, row, record or tree node was touched. Behind a fence,
+                pages evicted for the plan are pending: nothing lacks, OutOfPages means that they arrive later.
+            LadderError: a record is not where the plan found it, or is named twice; nothing was touched.
         """
+        _check_current(wanted)
         if wanted.num_rows > self.rows.num_free:
             raise OutOfRows(wanted.num_rows, self.rows.num_free)
         if self.lacking_pages(wanted):
@@ -166,8 +182,8 @@ class KvAllocator:
         if wanted.num_pages == 0 and wanted.num_rows == 0:
             return
         free = min(pool.num_free for pool in self.families.pools.values())
-        if wanted.num_pages > free:
-            self.tree.evict(wanted.num_pages - free)
+        if wanted.num_pages > free + self.num_arriving:
+            self.tree.evict(wanted.num_pages - free - self.num_arriving)
         taken = self.families.alloc(dict.fromkeys(self._pool_names, wanted.num_pages))
         first = 0
         for growth in wanted.growths:
@@ -228,7 +244,10 @@ class KvAllocator:
         return new_lock
 
     def release(self, record: ReqKvInfo, lock: LockReceipt | None) -> None:
-        """The one way out: the row's own pages, its row and its lock go back, the record is empty. Idempotent."""
+        """The one way out: the row's own pages, its row and its lock go back, the record is empty.
+
+        A record without a row has nothing to give back; a receipt goes back once (LockError).
+        """
         if record.req_pool_idx is not None:
             for part in plan_release(record, self.geometry):
                 pages = self.rows.pages(part.family, record.row, part.start, part.end)

@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""How long the prefix tree and the allocator take, in microseconds (medians), on trees of up to 100k nodes.
+"""What the prefix tree and the allocator cost, in microseconds of CPU time (medians), on trees of up to 100k nodes.
 
     python scripts/bench_cache.py            a table
     python scripts/bench_cache.py --quick    fewer repeats and no tree of 100k nodes
     python scripts/bench_cache.py --json     the same numbers as JSON
 
-No device and no torch: these are the host's costs of a step. Trees have many prefixes of 256 tokens and, behind each,
-branches of 128 tokens, as system prompts with conversations behind them do.
+No device and no torch: these are the host's costs of a step. It is CPU time that is counted, so that a busy machine
+changes little. Trees have many prefixes of 256 tokens and, behind each, branches of 128 tokens, as system prompts with
+conversations behind them do.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import thread_time
 
 import numpy as np
 
@@ -91,9 +92,9 @@ class Bench:
         for _ in range(self.repeats):
             if prepare is not None:
                 prepare()
-            start = perf_counter()
+            start = thread_time()
             act()
-            took.append(perf_counter() - start)
+            took.append(thread_time() - start)
         return median(took) * 1e6
 
     def timing(self, what: str, us: float) -> Timing:
@@ -158,9 +159,9 @@ def bench_allocator(page_size: int, repeats: int, num_requests: int = 256, lengt
             ("release 256 x 512", lambda r=records: release(r)),  # type: ignore[misc]
         ]
         for what, act in acts:
-            start = perf_counter()
+            start = thread_time()
             act()
-            took.setdefault(what, []).append(perf_counter() - start)
+            took.setdefault(what, []).append(thread_time() - start)
         rows.take_changes()
     return [Timing(what, page_size, 0, median(times) * 1e6) for what, times in took.items()]
 
@@ -181,7 +182,7 @@ def run(*, quick: bool) -> list[Timing]:
 def table(timings: list[Timing]) -> str:
     """One line for each operation and tree size, one column for each page size."""
     sizes = sorted({timing.page_size for timing in timings})
-    lines = [f"{'us, median':<32}{'nodes':>8}" + "".join(f"{f'page {size}':>12}" for size in sizes)]
+    lines = [f"{'us of CPU, median':<32}{'nodes':>8}" + "".join(f"{f'page {size}':>12}" for size in sizes)]
     for what, nodes in dict.fromkeys((timing.what, timing.nodes) for timing in timings):
         cells = {t.page_size: t.us for t in timings if (t.what, t.nodes) == (what, nodes)}
         line = f"{what:<32}{nodes or '':>8}" + "".join(f"{cells[size]:>12.1f}" for size in sizes)

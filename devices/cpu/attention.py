@@ -34,7 +34,7 @@ class _DecodeGroup:
         tokens: their places in the step's tokens, int64 [rows]; None when the group is the whole step, in order.
         gather: rows of the KV seen as [pages * num_kv_heads, ...], int64 [rows, num_kv_heads, pages].
         masked: keys that do not exist, bool [rows, 1, pages * page_size].
-        stale: indices of those inside owned pages, in KV seen as [rows * num_kv_heads * tokens, ...], int64.
+        stale: indices of those whose values may be anything, in KV seen as [rows * num_kv_heads * tokens, ...], int64.
     """
 
     tokens: torch.Tensor | None
@@ -109,11 +109,15 @@ class PagedAttention:
         seq_lens = step.seq_lens[rows]
         key = np.arange(length)
         masked = key >= seq_lens[:, None]
-        if self.window is not None:
+        if self.window is None:
+            # Keys between a row's last token and the end of its last page.
+            num_stale = num_pages[rows] * step.page_size - seq_lens
+            row = np.repeat(np.arange(len(rows), dtype=np.int32), num_stale)
+            stale_key = ragged_positions(seq_lens, num_stale)
+        else:
+            # Also all that the window has left: its pages may be another's by now.
             masked |= key < seq_lens[:, None] - self.window
-        # Keys between a row's last token and the end of its last page.
-        num_stale = num_pages[rows] * step.page_size - seq_lens
-        row, stale_key = np.repeat(np.arange(len(rows)), num_stale), ragged_positions(seq_lens, num_stale)
+            row, stale_key = (index.astype(np.int32) for index in np.nonzero(masked))
         head = np.arange(self.num_kv_heads)
         stale = ((row[:, None] * self.num_kv_heads + head) * length + stale_key[:, None]).reshape(-1)
         whole_step = len(rows) == len(step.query_lens)

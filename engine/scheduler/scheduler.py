@@ -18,13 +18,13 @@ from typing import NamedTuple
 import numpy as np
 
 from devices.base import Capabilities
-from devices.page_pool import Fence
+from devices.page_pool import Fence, OutOfPages
 from devices.pages import align_resume, page_count
 from engine.request import Finish, Request, RequestStatus
 from engine.scheduler.estimate import OutputEstimate
 from engine.scheduler.queue import WaitingQueue
 from engine.step import SamplingColumns, StepInput, StepOutput
-from mem_cache.allocation import KvAllocator, extend, plan
+from mem_cache.allocation import KvAllocator, Plan, extend, plan
 
 
 class Chunk(NamedTuple):
@@ -135,7 +135,8 @@ class Scheduler:
             wanted = plan(extend(chunk.request.kv, chunk.end) for chunk in growing)
             lacking = self.allocator.lacking_pages(wanted)
             if not lacking:
-                self.allocator.commit(wanted)
+                if not self._take(wanted):
+                    return [], ended
                 if retracted:
                     self._estimate.retracted(list(self.running))
                 else:
@@ -177,7 +178,7 @@ class Scheduler:
             return
         budget = self._chunk_tokens
         if budget is not None:
-            budget -= sum(chunk.num_new for chunk in chunks if chunk.num_new > 1)
+            budget -= sum(c.num_new for c in chunks if c.num_new > 1 or c.end < c.request.num_known)
         promised = sum(self._pages_to_come(request) for request in self.running)
         for request in self.waiting.in_order():
             if (budget is not None and budget <= 0) or not self.allocator.rows.num_free:
@@ -203,7 +204,9 @@ class Scheduler:
             allocator.tree.unlock(lock)
             return None
         prefix = {"full": allocator.tree.pages(lock)}
-        allocator.commit(plan([extend(request.kv, start + num_new, prefix)]))
+        if not self._take(plan([extend(request.kv, start + num_new, prefix)])):
+            allocator.tree.unlock(lock)
+            return None
         self.waiting.remove(request)
         request.lock = lock
         request.status = RequestStatus.RUNNING
@@ -212,6 +215,14 @@ class Scheduler:
             request.timings.scheduled_s = self._clock()
         self.running.append(request)
         return Chunk(request, num_new)
+
+    def _take(self, wanted: Plan) -> bool:
+        """Commit a plan that lacks no page; False when some are pending first: a fence is up, and they will arrive."""
+        try:
+            self.allocator.commit(wanted)
+        except OutOfPages:
+            return False
+        return True
 
     def _pages_to_come(self, request: Request) -> int:
         """Pages that a running request will probably still take."""

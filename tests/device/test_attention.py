@@ -53,7 +53,7 @@ def page_size(case: tuple[str, int]) -> int:
     return case[1]
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
     """Causal attention of `[tokens, heads, dim]`, in double precision, head by head and query by query."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
@@ -61,8 +61,9 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     for head in range(q.shape[1]):
         keys, values = k[:, head // group], v[:, head // group]
         for i in range(q.shape[0]):
-            scores = keys[: i + 1] @ q[i, head] * q.shape[2] ** -0.5
-            out[i, head] = torch.softmax(scores, 0) @ values[: i + 1]
+            seen = slice(0 if window is None else max(0, i + 1 - window), i + 1)
+            scores = keys[seen] @ q[i, head] * q.shape[2] ** -0.5
+            out[i, head] = torch.softmax(scores, 0) @ values[seen]
     return out
 
 
@@ -76,6 +77,7 @@ class Requests:
     heads: tuple[int, int] = (4, 2)
     kv_dtype: torch.dtype = torch.float32
     seed: int = 0
+    window: int | None = None
     done: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -99,7 +101,7 @@ class Requests:
         )
         self.layer.k.fill_(float("nan"))
         self.layer.v.fill_(float("nan"))
-        self.backend = self.device.attention(num_heads, num_kv_heads, HEAD_DIM)
+        self.backend = self.device.attention(num_heads, num_kv_heads, HEAD_DIM, window=self.window)
 
     def step(self, news: dict[int, int]) -> None:
         """One step: request -> number of its next tokens, in this order."""
@@ -127,7 +129,7 @@ class Requests:
         errors = [0.0]
         for row, done in enumerate(self.done):
             if done:
-                want = dense(self.q[row][:done], self.k[row][:done], self.v[row][:done])
+                want = dense(self.q[row][:done], self.k[row][:done], self.v[row][:done], self.window)
                 got = self.out[row][:done].double()
                 assert torch.isfinite(got).all(), f"request {row} of {self.lengths[row]} tokens is not finite"
                 errors.append(float((got - want).abs().max()))
@@ -180,6 +182,39 @@ def test_a_request_that_sits_a_step_out_is_not_touched(device: Device, page_size
     for _ in range(10):
         requests.step({1: 1})
     requests.step({0: 10})
+    assert requests.largest_error() < 1e-5
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 33])
+def test_a_window_ends_where_it_says_in_prefill_chunk_verify_and_decode(
+    device: Device, page_size: int, window: int
+) -> None:
+    requests = Requests(device, page_size, [70, 20, 2, 50, 33], window=window)
+    requests.step({0: 40, 1: 19, 3: 34})
+    requests.step({0: 25, 1: 1, 2: 2, 3: 6, 4: 32})
+    for _ in range(5):
+        requests.step({0: 1, 3: 1})
+    requests.step({3: 5, 4: 1})
+    assert requests.done == list(requests.lengths)
+    assert requests.largest_error() < 1e-5
+
+
+def test_a_window_as_wide_as_the_row_hides_nothing(device: Device, page_size: int) -> None:
+    wide, open_ended = (Requests(device, page_size, [40, 9], window=window) for window in (40, None))
+    for requests in (wide, open_ended):
+        requests.step({0: 30, 1: 8})
+        requests.step({0: 10, 1: 1})
+    torch.testing.assert_close(torch.cat(wide.out), torch.cat(open_ended.out), atol=1e-6, rtol=1e-6)
+
+
+def test_pages_that_the_window_let_go_never_reach_a_result(device: Device, page_size: int) -> None:
+    requests = Requests(device, page_size, [3 * page_size + 2, 4 * page_size + 2], window=2)
+    requests.step({0: 3 * page_size + 1, 1: 4 * page_size + 1})
+    for row in range(2):
+        gone = torch.from_numpy(requests.tables[row, :2].astype(np.int64))
+        requests.layer.k[gone] = float("nan")
+        requests.layer.v[gone] = float("nan")
+    requests.step({0: 1, 1: 1})
     assert requests.largest_error() < 1e-5
 
 
@@ -256,10 +291,11 @@ def test_bf16_queries_stay_within_bf16(device: Device, page_size: int) -> None:
 
 
 def test_a_long_prefill_is_cut_into_blocks_of_queries_without_a_seam(device: Device, page_size: int) -> None:
-    requests = Requests(device, page_size, [600], heads=(2, 1))
-    requests.step({0: 30})
-    requests.step({0: 570})
-    assert requests.largest_error() < 1e-5
+    for window in (None, 40):
+        requests = Requests(device, page_size, [600], heads=(2, 1), window=window)
+        requests.step({0: 30})
+        requests.step({0: 570})
+        assert requests.largest_error() < 1e-5
 
 
 def test_many_layers_share_one_plan(device: Device, page_size: int) -> None:

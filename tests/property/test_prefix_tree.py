@@ -111,18 +111,18 @@ class TreeIsADictionary(RuleBasedStateMachine):
             )
 
     @invariant()
-    def the_same_prefixes_have_the_same_pages(self) -> None:
-        spelled: dict[tuple[bytes, int], int] = {}
+    def the_same_prefixes_have_the_same_pages_and_the_same_past(self) -> None:
+        spelled: dict[tuple[bytes, int], tuple[int, ...]] = {}
         for node in self.tree.nodes():
             first, raw = _path(node)
             for number, page in enumerate(node.held["full"].tolist()):
                 end = len(raw) - len(node.raw) + (number + 1) * self.tree.page_bytes
-                spelled[first + raw[:end], end] = page
+                spelled[first + raw[:end], end] = (page, node.hits, node.priority, node.last_access)
         want = {}
         for (namespace, tokens), cached in self.naive.pages.items():
             raw = domain.tokens_of(tokens).astype("<i4").tobytes()
-            want[namespace.encoded + raw, len(raw)] = cached.page
-        assert spelled == want
+            want[namespace.encoded + raw, len(raw)] = (cached.page, cached.hits, cached.priority, cached.last_use)
+        assert _by_age(spelled) == _by_age(want)
 
     @invariant()
     def counters_are_those_of_distinct_pages(self) -> None:
@@ -150,6 +150,12 @@ class TreeIsADictionary(RuleBasedStateMachine):
                 assert event == AllBlocksCleared()
                 assert not self.heard
         assert self.heard == self.naive.hashes()
+
+
+def _by_age(pages: dict[tuple[bytes, int], tuple[int, ...]]) -> dict[tuple[bytes, int], tuple[int, ...]]:
+    """The same, with each time of last use replaced by its place among them."""
+    times = sorted({past[-1] for past in pages.values()})
+    return {prefix: (*past[:-1], times.index(past[-1])) for prefix, past in pages.items()}
 
 
 def _path(node: Node) -> tuple[bytes, bytes]:

@@ -322,6 +322,14 @@ def test_b045_eviction_trims_the_tail_so_that_what_is_left_is_a_leading_run(num_
     well_formed(books)
 
 
+def test_b045_what_hangs_behind_the_rest_of_an_edge_is_not_reached_by_skipping_the_rest() -> None:
+    books = make_books(4)
+    insert(books, blocks([0, 1, 2], 4))
+    insert(books, blocks([0, 1, 3], 4))
+    assert match(books, blocks([0, 2], 4)).num_pages == 1
+    assert match(books, blocks([0, 3, 3], 4)).num_pages == 1
+
+
 # Matching only looks.
 
 
