@@ -109,7 +109,8 @@ class Request:
     def append(self, token_id: int) -> Finish | None:
         """Take a sampled token; returns why the request ends with it, or None.
 
-        A stop string goes before a stop id, and both before the length: the token that completes a stop is the last.
+        A stop id goes before a stop string, since its text is not shown, and both before the length: the token that
+        completes a stop is the last.
         """
         self._buffer[self.num_known] = token_id
         self.num_known += 1

@@ -81,7 +81,7 @@ def test_parameters_are_one_for_all_or_one_for_each(llm: LLM) -> None:
         with pytest.raises(BadRequest, match=f"params={len(wrong)}: .* one for each of 2"):
             llm.generate([ids(0, 5), ids(1, 5)], wrong)
     for no_params in ({"temperature": 0}, "greedy", 5, [SHORT, None], [{"temperature": 0}, SHORT]):
-        with pytest.raises(BadRequest, match="params=.* must be SamplingParams"):
+        with pytest.raises(BadRequest, match=r"params=.* must be SamplingParams"):
             llm.generate([ids(0, 5), ids(1, 5)], no_params)  # type: ignore[call-overload]
     assert_idle(llm)
 

@@ -91,7 +91,7 @@ def test_pools_are_sized_once_and_two_hundred_mixed_requests_leave_nothing_behin
     assert after["num_pages"] == stats["num_pages"] == after["free_pages"] + after["tree_evictable_pages"]
     assert [(layer.k.data_ptr(), layer.k.shape, layer.v.data_ptr(), layer.v.shape) for layer in layers] == addresses
     assert large_tensors(layers[0].k.nbytes) == tensors
-    assert grown < 32 * 1024, f"{grown} bytes of Python objects stayed"
+    assert grown < 64 * 1024, f"{grown} bytes of Python objects stayed"
     assert resident_bytes() - resident < 32 * 2**20
 
 
