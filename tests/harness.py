@@ -35,7 +35,8 @@ def make_llm(path: Path, **kwargs: Any) -> LLM:
 
 
 def add(llm: LLM, prompt: Sequence[int], params: SamplingParams = GREEDY, **kwargs: Any) -> Request:
-    return llm.core.add(np.array(prompt, dtype=np.int32), params, **kwargs)
+    """Queue a prompt; the first of its requests (with n > 1 the others are its siblings)."""
+    return llm.core.add(np.array(prompt, dtype=np.int32), params, **kwargs)[0]
 
 
 def run(

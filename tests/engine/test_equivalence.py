@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import GREEDY, assert_idle, make_llm, outputs, prompts_with_shared_heads, run
+from harness import add, assert_idle, make_llm, outputs, prompts_with_shared_heads, run
 
 from engine import LLM
 from engine.request import Request, RequestStatus
@@ -93,7 +93,7 @@ def test_late_arrivals_change_no_token(tiny_path, expected):
     while waiting or llm.core.has_work:
         if waiting and step % 3 == 0:
             index, prompt = waiting.pop(0)
-            done[index] = llm.core.add(np.array(prompt, dtype=np.int32), GREEDY)
+            done[index] = add(llm, prompt)
         llm.core.step()
         step += 1
     assert [done[i].output_ids for i in range(len(PROMPTS))] == expected
