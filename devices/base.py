@@ -8,6 +8,7 @@ capabilities too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -156,6 +157,10 @@ class Device(Protocol):
         Args:
             window: a token attends to itself and the `window - 1` tokens before it; None attends to all.
         """
+        ...
+
+    def copy_page(self, layers: Sequence[KvLayer], source: int, target: int) -> None:
+        """Copy one page's keys and values in every layer, after what was launched before."""
         ...
 
     def synchronize(self) -> None:

@@ -97,6 +97,7 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
         device.capabilities,
         policy=config.schedule.schedule_policy,
         conservativeness=config.schedule.schedule_conservativeness,
+        preemption_threshold=config.schedule.priority_scheduling_preemption_threshold,
         chunk_tokens=config.chunk_tokens,
     )
     vocab_size = min(model_config.vocab_size, tokenizer.vocab_size)
@@ -107,6 +108,7 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
         vocab_size=vocab_size,
         eos_token_ids=frozenset(model_config.eos_token_ids) | tokenizer.eos_token_ids,
         random_seed=config.schedule.random_seed,
+        log_interval=config.schedule.decode_log_interval,
     )
     _announce(device.capabilities, pool, page_size, context_len, config)
     return Assembly(core, tokenizer, config, model_config, device, pool, events)

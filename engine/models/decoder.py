@@ -103,15 +103,15 @@ class Decoder:
         positions: torch.Tensor,
         attention: AttentionBackend,
         kv_layers: Sequence[KvLayer],
-        logits_at: torch.Tensor,
+        wanted: torch.Tensor,
     ) -> torch.Tensor:
         """Compute a step whose attention was planned already.
 
         Args:
             token_ids, positions: int64 [tokens].
-            logits_at: the tokens whose next-token logits are wanted, int64 [sampled].
+            wanted: places of the tokens whose output is wanted, int64 [wanted].
         Returns:
-            float32 [sampled, vocab_size].
+            Hidden states for `logits`, [wanted, hidden_size].
         """
         config = self.config
         x = F.embedding(token_ids, self.embedding)
@@ -120,8 +120,11 @@ class Decoder:
             x = x + self._attend(self._norm(x, layer.input_norm), layer, cos, sin, attention, kv)
             gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate) * up)
-        x = F.rms_norm(x[logits_at], (config.hidden_size,), self.norm, config.rms_norm_eps)
-        return F.linear(x, self.head).to(torch.float32)
+        return F.rms_norm(x[wanted], (config.hidden_size,), self.norm, config.rms_norm_eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Next-token logits, float32 [rows, vocab_size], of hidden states [rows, hidden_size]."""
+        return F.linear(hidden, self.head).to(torch.float32)
 
     def _attend(
         self,

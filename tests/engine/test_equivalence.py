@@ -10,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import GREEDY, assert_idle, make_llm, outputs, prompts_with_shared_heads, run
+from harness import add, assert_idle, force_retractions, make_llm, outputs, prompts_with_shared_heads, run
 
-from engine import LLM
-from engine.request import Request, RequestStatus
+from engine.request import Request
 
 PROMPTS = prompts_with_shared_heads(seed=7, n=13)
 
@@ -22,18 +21,6 @@ PROMPTS = prompts_with_shared_heads(seed=7, n=13)
 def expected(tiny_path: Path) -> list[list[int]]:
     llm = make_llm(tiny_path, page_size=1, disable_radix_cache=True, chunked_prefill_size=-1)
     return [outputs(run(llm, [prompt]))[0] for prompt in PROMPTS]
-
-
-def force_retractions(llm: LLM, every: int, limit: int = 40):
-    """Send a random running request back every few steps, `limit` times."""
-    rng = np.random.default_rng(0)
-
-    def between(step: int, requests: list[Request]) -> None:
-        running = [request for request in requests if request.status is RequestStatus.RUNNING]
-        if running and step % every == 0 and llm.stats()["num_retracted_total"] < limit:
-            llm.core.scheduler.retract(running[rng.integers(len(running))])
-
-    return between
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 128])
@@ -93,7 +80,7 @@ def test_late_arrivals_change_no_token(tiny_path, expected):
     while waiting or llm.core.has_work:
         if waiting and step % 3 == 0:
             index, prompt = waiting.pop(0)
-            done[index] = llm.core.add(np.array(prompt, dtype=np.int32), GREEDY)
+            done[index] = add(llm, prompt)
         llm.core.step()
         step += 1
     assert [done[i].output_ids for i in range(len(PROMPTS))] == expected
