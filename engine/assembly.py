@@ -65,7 +65,7 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
     context_len = _context_len(config, model_config)
 
     total_bytes = device.memory().total_bytes
-    model, report = load_model(source, dtype, device.torch_device, progress)
+    model, report = load_model(source, dtype, device.torch_device, context_len, progress)
     token_bytes = attention_token_bytes(
         model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, kv_dtype.itemsize
     )
@@ -146,7 +146,7 @@ def _dtype(name: str, supported: tuple[str, ...], argument: str) -> torch.dtype:
 def _context_len(config: EngineConfig, model_config: ModelConfig) -> int:
     limit, wanted = model_config.max_model_len, config.model.context_length
     if wanted is None:
-        return limit
+        return model_config.default_context_len
     if wanted > limit:
         raise ConfigError(f"context_length={wanted} is more than the model's {limit} tokens")
     return wanted
