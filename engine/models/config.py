@@ -324,7 +324,7 @@ def _window(fields: Fields, arch: Architecture) -> int | None:
 
 def _moe_from_hf(fields: Fields, num_layers: int) -> MoeConfig:
     """Every `decoder_sparse_step`-th layer has experts, but for those in `mlp_only_layers` (Qwen3-MoE's rule)."""
-    num_experts = fields.integer("num_experts" if fields.has("num_experts") else "num_local_experts")
+    num_experts = fields.integer("num_local_experts" if fields.has("num_local_experts") else "num_experts")
     per_token = fields.integer("num_experts_per_tok")
     if per_token > num_experts:
         fields.refuse("num_experts_per_tok", per_token, f"at most num_experts={num_experts}")

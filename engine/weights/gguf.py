@@ -53,10 +53,10 @@ _BLOCK_TENSORS = {
     MODEL_TENSOR.FFN_GATE: "mlp.gate_proj",
     MODEL_TENSOR.FFN_UP: "mlp.up_proj",
     MODEL_TENSOR.FFN_DOWN: "mlp.down_proj",
-    MODEL_TENSOR.FFN_GATE_INP: "mlp.gate",
 }
-# One tensor [experts, out, in] for all experts of a layer; "{}" is the expert's number.
+# Of models with experts; one tensor [experts, out, in] for all of a layer, where "{}" is the expert's number.
 _EXPERT_TENSORS = {
+    MODEL_TENSOR.FFN_GATE_INP: "mlp.gate",
     MODEL_TENSOR.FFN_GATE_EXP: "mlp.experts.{}.gate_proj",
     MODEL_TENSOR.FFN_UP_EXP: "mlp.experts.{}.up_proj",
     MODEL_TENSOR.FFN_DOWN_EXP: "mlp.experts.{}.down_proj",
@@ -117,7 +117,7 @@ class GgufSource:
             raise ModelLoadError(f"{path}: {error}") from error
         if self.config.num_layers > len(tensors):
             raise ModelLoadError(f"{path}: {self.config.num_layers} layers but only {len(tensors)} tensors")
-        known = canonical_names(self.config.num_layers)
+        known = canonical_names(self.config.num_layers, has_experts=self.config.moe is not None)
         unknown = [name for name in shapes if name not in known and name != _ROPE_FREQS]
         if unknown:
             raise ModelLoadError(
@@ -173,12 +173,13 @@ class GgufSource:
         return flat.reshape(entry.shape)
 
 
-def canonical_names(num_layers: int) -> dict[str, str]:
+def canonical_names(num_layers: int, has_experts: bool = False) -> dict[str, str]:
     """GGUF tensor name -> Hugging Face name, for every tensor that a model of `num_layers` may have; whether this model
     has it is for the loader to say. The name of an expert tensor has "{}" where the expert's number goes."""
     stems = {TENSOR_NAMES[tensor]: name for tensor, name in _GLOBAL_TENSORS.items()}
+    tensors = _BLOCK_TENSORS | _EXPERT_TENSORS if has_experts else _BLOCK_TENSORS
     for layer in range(num_layers):
-        for tensor, name in (_BLOCK_TENSORS | _EXPERT_TENSORS).items():
+        for tensor, name in tensors.items():
             stems[TENSOR_NAMES[tensor].format(bid=layer)] = f"model.layers.{layer}.{name}"
     return {f"{old}.{kind}": f"{new}.{kind}" for old, new in stems.items() for kind in ("weight", "bias")}
 
