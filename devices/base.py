@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 ResumeUnit = Literal["token", "page"]
-MaskKind = Literal["causal"]
+MaskKind = Literal["causal", "window"]
 
 
 class UnsupportedPageSize(ValueError):
@@ -45,7 +45,7 @@ class Capabilities:
         resume_unit: where a computation may continue from existing KV: any token, or a page border only.
         dtypes, kv_dtypes: names of torch dtypes for weights and activations, and for KV; the first is preferred.
         slot_dtype, table_dtype: integer types that its kernels want for slots and page tables.
-        masks: attention masks that it computes.
+        masks: attention masks that it computes: "window" is causal over the last tokens (`Device.attention`).
         graph_capture, overlap: whether a step can be captured, and planned while another runs.
         collectives: name of its communication library.
     """

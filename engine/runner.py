@@ -62,7 +62,12 @@ class ModelRunner:
         }
         self.device_s = 0.0
         config = model.config
-        self._attention = device.attention(config.num_heads, config.num_kv_heads, config.head_dim)
+        by_window = {
+            window: device.attention(config.num_heads, config.num_kv_heads, config.head_dim, window)
+            for window in dict.fromkeys(config.windows)
+        }
+        self._backends = tuple(by_window.values())
+        self._attention = tuple(by_window[window] for window in config.windows)
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput:
@@ -113,15 +118,15 @@ class ModelRunner:
         num_pages = page_count(int(ends.max()), self._page_size)
         tables = self._tables["full"][step.rows, :num_pages]
         to = self._device.torch_device
-        self._attention.plan(
-            AttentionMetadata(
-                query_lens=step.num_new,
-                seq_lens=ends,
-                page_tables=torch.from_numpy(tables).to(to),
-                slots=ragged_slots(tables, step.starts, step.num_new, self._page_size),
-                page_size=self._page_size,
-            )
+        attention = AttentionMetadata(
+            query_lens=step.num_new,
+            seq_lens=ends,
+            page_tables=torch.from_numpy(tables).to(to),
+            slots=ragged_slots(tables, step.starts, step.num_new, self._page_size),
+            page_size=self._page_size,
         )
+        for backend in self._backends:
+            backend.plan(attention)
         wanted = (np.cumsum(step.num_new, dtype=np.int64) - 1)[step.is_sampled]
         if step.scores is not None:
             wanted = np.concatenate([step.scores.place, wanted])

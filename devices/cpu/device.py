@@ -32,7 +32,7 @@ class CpuDevice:
             kv_dtypes=dtypes,
             slot_dtype="int64",
             table_dtype="int32",
-            masks=frozenset({"causal"}),
+            masks=frozenset({"causal", "window"}),
             collectives="gloo" if torch.distributed.is_available() else None,
         )
         self.description = (

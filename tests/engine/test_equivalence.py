@@ -17,10 +17,19 @@ from engine.request import Request
 PROMPTS = prompts_with_shared_heads(seed=7, n=13)
 
 
+def plain_outputs(path: Path) -> list[list[int]]:
+    llm = make_llm(path, page_size=1, disable_radix_cache=True, chunked_prefill_size=-1)
+    return [outputs(run(llm, [prompt]))[0] for prompt in PROMPTS]
+
+
 @pytest.fixture(scope="module")
 def expected(tiny_path: Path) -> list[list[int]]:
-    llm = make_llm(tiny_path, page_size=1, disable_radix_cache=True, chunked_prefill_size=-1)
-    return [outputs(run(llm, [prompt]))[0] for prompt in PROMPTS]
+    return plain_outputs(tiny_path)
+
+
+@pytest.fixture(scope="module")
+def variant_expected(variant_path: Path) -> list[list[int]]:
+    return plain_outputs(variant_path)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 128])
@@ -43,6 +52,20 @@ def test_forced_retraction_changes_no_token(tiny_path, expected, page_size, no_c
     requests = run(llm, PROMPTS, between=force_retractions(llm, every))
     assert outputs(requests) == expected
     assert llm.stats()["num_retracted_total"] > 5
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 128])
+@pytest.mark.parametrize("no_cache", [False, True], ids=["tree", "no-tree"])
+@pytest.mark.parametrize("retract", [False, True], ids=["", "retracted"])
+def test_windows_and_experts_change_no_rule(variant_path, variant_expected, page_size, no_cache, retract):
+    llm = make_llm(variant_path, page_size=page_size, chunked_prefill_size=48, disable_radix_cache=no_cache)
+    between = force_retractions(llm, every=2) if retract else None
+    for _ in range(2):  # the second time from the cache
+        requests = run(llm, PROMPTS, between=between)
+        assert outputs(requests) == variant_expected
+    assert any(request.cached_tokens for request in requests) is not no_cache
+    assert (llm.stats()["num_retracted_total"] > 5) is retract
     assert_idle(llm)
 
 
