@@ -134,8 +134,11 @@ class Scheduler:
 
     def _end_late(self) -> list[Request]:
         """End requests whose time is up, running or not."""
+        limited = [request for request in (*self.running, *self.waiting) if request.params.time_limit_s is not None]
+        if not limited:
+            return []
         now = self._clock()
-        late = [request for request in (*self.running, *self.waiting) if request.deadline_s <= now]
+        late = [request for request in limited if request.deadline_s <= now]
         for request in late:
             if request.status is RequestStatus.WAITING:
                 self.waiting.remove(request)
