@@ -8,6 +8,7 @@ capabilities too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 ResumeUnit = Literal["token", "page"]
-MaskKind = Literal["causal"]
+MaskKind = Literal["causal", "window"]
 
 
 class UnsupportedPageSize(ValueError):
@@ -44,7 +45,7 @@ class Capabilities:
         resume_unit: where a computation may continue from existing KV: any token, or a page border only.
         dtypes, kv_dtypes: names of torch dtypes for weights and activations, and for KV; the first is preferred.
         slot_dtype, table_dtype: integer types that its kernels want for slots and page tables.
-        masks: attention masks that it computes.
+        masks: attention masks that it computes: "window" is causal over the last tokens (`Device.attention`).
         graph_capture, overlap: whether a step can be captured, and planned while another runs.
         collectives: name of its communication library.
     """
@@ -156,6 +157,10 @@ class Device(Protocol):
         Args:
             window: a token attends to itself and the `window - 1` tokens before it; None attends to all.
         """
+        ...
+
+    def copy_page(self, layers: Sequence[KvLayer], source: int, target: int) -> None:
+        """Copy one page's keys and values in every layer, after what was launched before."""
         ...
 
     def synchronize(self) -> None:

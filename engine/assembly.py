@@ -63,9 +63,10 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
     dtype = _dtype(config.model.dtype, device.capabilities.dtypes, "dtype")
     kv_dtype = dtype if config.memory.kv_cache_dtype == "auto" else getattr(torch, config.memory.kv_cache_dtype)
     context_len = _context_len(config, model_config)
+    _check_masks(model_config, device)
 
     total_bytes = device.memory().total_bytes
-    model, report = load_model(source, dtype, device.torch_device, progress)
+    model, report = load_model(source, dtype, device.torch_device, context_len, progress)
     token_bytes = attention_token_bytes(
         model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, kv_dtype.itemsize
     )
@@ -97,6 +98,7 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
         device.capabilities,
         policy=config.schedule.schedule_policy,
         conservativeness=config.schedule.schedule_conservativeness,
+        preemption_threshold=config.schedule.priority_scheduling_preemption_threshold,
         chunk_tokens=config.chunk_tokens,
     )
     vocab_size = min(model_config.vocab_size, tokenizer.vocab_size)
@@ -107,6 +109,7 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
         vocab_size=vocab_size,
         eos_token_ids=frozenset(model_config.eos_token_ids) | tokenizer.eos_token_ids,
         random_seed=config.schedule.random_seed,
+        log_interval=config.schedule.decode_log_interval,
     )
     _announce(device.capabilities, pool, page_size, context_len, config)
     return Assembly(core, tokenizer, config, model_config, device, pool, events)
@@ -146,10 +149,19 @@ def _dtype(name: str, supported: tuple[str, ...], argument: str) -> torch.dtype:
 def _context_len(config: EngineConfig, model_config: ModelConfig) -> int:
     limit, wanted = model_config.max_model_len, config.model.context_length
     if wanted is None:
-        return limit
+        return model_config.default_context_len
     if wanted > limit:
         raise ConfigError(f"context_length={wanted} is more than the model's {limit} tokens")
     return wanted
+
+
+def _check_masks(model_config: ModelConfig, device: Device) -> None:
+    windows = sorted({window for window in model_config.windows if window is not None})
+    if windows and "window" not in device.capabilities.masks:
+        raise ConfigError(
+            f"{model_config.architecture} has layers with a sliding window of {windows[0]} tokens and device "
+            f"{device.name!r} computes only: {', '.join(sorted(device.capabilities.masks))}; use --device cpu"
+        )
 
 
 def _allocator(config: EngineConfig, pool: PoolSize, page_size: int, events: KvEventLog | None) -> KvAllocator:

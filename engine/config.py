@@ -87,6 +87,11 @@ class ScheduleArgs:
         "Most prompt tokens in one step; 512 when not given, -1 takes prompts whole.",
         aliases=("max_num_batched_tokens",),
     )
+    priority_scheduling_preemption_threshold: int = arg(
+        10,
+        "With schedule_policy=priority: by how much a waiting request must exceed a running one to displace it.",
+    )
+    decode_log_interval: int = arg(40, "Steps between two lines of the status log.")
     random_seed: int | None = arg(
         None, "Seed of everything that draws; drawn itself when not given.", aliases=("seed",)
     )
@@ -193,5 +198,7 @@ _RANGES: dict[str, tuple[Any, str]] = {
     "max_running_requests": _AT_LEAST_ONE,
     "schedule_conservativeness": (lambda x: 0 < x < 100, "above 0 and below 100"),
     "chunked_prefill_size": (lambda n: n == -1 or n >= 1, "at least 1, or -1 for whole prompts"),
+    "priority_scheduling_preemption_threshold": (lambda n: n >= 0, "at least 0"),
+    "decode_log_interval": _AT_LEAST_ONE,
     "random_seed": (lambda n: 0 <= n < 2**63, "from 0 to 2**63 - 1"),
 }

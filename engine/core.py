@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from devices.pages import IntArray, page_count
 from engine.errors import BadRequest
-from engine.request import Request, new_request
+from engine.request import Request, RequestStatus, new_request
 from engine.runner import ModelRunner
 from engine.sampling.params import MAX_SEED, SamplingParams
 from engine.scheduler.scheduler import Scheduler
+from engine.status import StatusLog, StepTiming
 from engine.step import StepInput
 from engine.text.stream import TextStream
 from mem_cache.allocation import KvAllocator
@@ -26,16 +26,6 @@ from mem_cache.audit import Violation, audit
 from mem_cache.tree.keys import Namespace
 
 TIMINGS_KEPT = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class StepTiming:
-    """Seconds of one step: planning, inputs and results on the host; model and sampler on the device."""
-
-    num_requests: int
-    num_tokens: int
-    host_s: float
-    device_s: float
 
 
 class EngineCore:
@@ -56,6 +46,7 @@ class EngineCore:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         random_seed: int | None = None,
+        log_interval: int = 40,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -67,6 +58,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._seeds = np.random.default_rng(random_seed)
         self._num_arrived = 0
+        self._status = StatusLog(log_interval)
         self._weights_version = 0
         self._launched: tuple[StepInput, float] | None = None
 
@@ -78,47 +70,58 @@ class EngineCore:
         params: SamplingParams,
         *,
         request_id: str | None = None,
-        text: TextStream | None = None,
+        texts: Sequence[TextStream | None] = (),
         priority: int = 0,
         extra_key: str | None = None,
         cache_salt: str | None = None,
-    ) -> Request:
-        """Queue a request.
+    ) -> list[Request]:
+        """Queue a prompt; returns its `params.n` requests, of which the first computes the prompt for all.
 
+        Args:
+            texts: for each answer what watches its text, where something does.
         Raises:
             BadRequest: it could never run: empty, an id outside the vocabulary, longer than context or pool, or an id
                 that is in use.
         """
         self._check_prompt(prompt_ids)
         params.check_vocabulary(self.vocab_size)
-        request_id = f"r{self._num_arrived}" if request_id is None else request_id
-        if request_id in self._requests:
-            raise BadRequest("request_id", request_id, "a request with this id is still running; choose another")
-        request = new_request(
-            request_id=request_id,
-            prompt_ids=prompt_ids,
-            params=params,
-            geometry=self.allocator.geometry,
-            context_len=self.context_len,
-            eos_token_ids=self.eos_token_ids,
-            seed=int(self._seeds.integers(MAX_SEED)) if params.seed is None else params.seed,
-            arrival=self._num_arrived,
-            namespace=Namespace(extra_key, cache_salt, self._weights_version),
-            priority=priority,
-            text=text,
-        )
-        self._num_arrived += 1
-        self._requests[request.id] = request
-        self.scheduler.add(request)
-        return request
+        first_id = f"r{self._num_arrived}" if request_id is None else request_id
+        ids = [first_id, *(f"{first_id}-{i}" for i in range(1, params.n))]
+        taken = next((one for one in ids if one in self._requests), None)
+        if taken is not None:
+            raise BadRequest("request_id", taken, "a request with this id is still running; choose another")
+        seed = int(self._seeds.integers(MAX_SEED)) if params.seed is None else params.seed
+        requests = [
+            new_request(
+                request_id=one_id,
+                prompt_ids=prompt_ids,
+                params=params,
+                geometry=self.allocator.geometry,
+                context_len=self.context_len,
+                eos_token_ids=self.eos_token_ids,
+                seed=seed + i,
+                arrival=self._num_arrived + i,
+                namespace=Namespace(extra_key, cache_salt, self._weights_version),
+                priority=priority,
+                text=texts[i] if texts else None,
+                status=RequestStatus.FORKING if i else RequestStatus.WAITING,
+            )
+            for i, one_id in enumerate(ids)
+        ]
+        requests[0].siblings = tuple(requests[1:])
+        self._num_arrived += params.n
+        self._requests |= {request.id: request for request in requests}
+        self.scheduler.add(requests[0])
+        return requests
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; an id that is unknown or finished is no error and gives False."""
         request = self._requests.get(request_id)
         if request is None:
             return False
+        members = (request, *request.siblings)
         if self.scheduler.abort(request):
-            del self._requests[request_id]
+            self._forget_finished(members)
         return True
 
     def _check_prompt(self, prompt_ids: IntArray) -> None:
@@ -166,13 +169,16 @@ class EngineCore:
         device_s = self.runner.device_s
         host_s += time.perf_counter() - start - device_s
         self.timings.append(StepTiming(len(step.rows), len(step.token_ids), host_s, device_s))
+        if self._status.step(self.timings[-1]):
+            self._status.write(self.stats())
         return self._forget_finished(changed)
 
-    def _forget_finished(self, requests: list[Request]) -> list[Request]:
-        for request in requests:
+    def _forget_finished(self, requests: Iterable[Request]) -> list[Request]:
+        changed = list(requests)
+        for request in changed:
             if request.finish is not None:
                 self._requests.pop(request.id, None)
-        return requests
+        return changed
 
     # What it holds.
 
@@ -203,4 +209,6 @@ class EngineCore:
             "num_running": len(self.scheduler.running),
             "num_waiting": len(self.scheduler.waiting),
             "num_retracted_total": self.scheduler.num_retracted,
+            "prompt_tokens_total": self.scheduler.num_prompt_tokens,
+            "cached_tokens_total": self.scheduler.num_cached_tokens,
         }

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeGuard, overload
 
 import numpy as np
 
+from devices.pages import IntArray
 from engine.assembly import assemble
 from engine.config import EngineConfig
 from engine.errors import BadRequest
@@ -34,6 +35,7 @@ class _Live:
 
     request: Request
     index: int
+    choice: int
     text: TextStream
     streams: bool
     pieces: deque[StreamPiece] = field(default_factory=deque)
@@ -109,20 +111,27 @@ class LLM:
             params: for all prompts, or one for each.
             stream: yield pieces as they come. Leaving the iterator early aborts what is not finished.
         Returns:
-            One result for one prompt, a list for a list, an iterator with `stream=True`.
+            One result for one prompt, a list for a list, an iterator with `stream=True`. With `n` above 1 the other
+            answers are the result's `alternatives`.
         Raises:
             BadRequest: a prompt or parameter is wrong; none of the prompts is started then.
         """
         is_one = isinstance(prompts, str) or _is_token_ids(prompts)
         many: list[Any] = [prompts] if is_one else _listed(prompts)
         ids = [self._token_ids(prompt) for prompt in many]
-        live = self._start(ids, self._params_for(params, len(many)), streams=stream)
+        live = self._start(ids, self._params_for(params, len(many)), streams=stream, is_chat=False)
         if stream:
-            pieces = self._stream(live)
-            next(pieces)  # enter it: closed or dropped before that, it would abort nothing
-            return pieces
-        results = [piece.result for piece in sorted(self._stream(live), key=lambda p: p.index) if piece.result]
+            return self._entered(live)
+        results = self._collect(live, len(many))
         return results[0] if is_one else results
+
+    def _collect(self, live: list[_Live], num_prompts: int) -> list[GenerationResult]:
+        """Run requests to their end; one result for each prompt."""
+        answers: list[list[GenerationResult]] = [[] for _ in range(num_prompts)]
+        for piece in sorted(self._stream(live), key=lambda piece: piece.choice):
+            if piece.result is not None:
+                answers[piece.index].append(piece.result)
+        return [replace(first, alternatives=tuple(others)) for first, *others in answers]
 
     @overload
     def chat(
@@ -160,8 +169,9 @@ class LLM:
         Raises:
             BadRequest: messages are malformed, or the model has no chat template (use `generate`).
         """
-        ids = self.tokenizer.render_chat(messages, **template_kwargs)
-        return self.generate(ids, params, stream=True) if stream else self.generate(ids, params)
+        ids = self._token_ids(self.tokenizer.render_chat(messages, **template_kwargs))
+        live = self._start([ids], [params or SamplingParams()], streams=stream, is_chat=True)
+        return self._entered(live) if stream else self._collect(live, 1)[0]
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; False when the id is unknown or finished."""
@@ -179,7 +189,7 @@ class LLM:
         """Forget every cached prefix. Raises BadRequest while requests run."""
         self.core.flush_cache()
 
-    def _token_ids(self, prompt: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def _token_ids(self, prompt: Any) -> IntArray:
         if isinstance(prompt, str):
             return np.array(self.tokenizer.encode(prompt), dtype=np.int32)
         if not _is_token_ids(prompt):
@@ -202,26 +212,43 @@ class LLM:
         return many
 
     def _start(
-        self, prompts: list[np.ndarray[Any, np.dtype[np.int32]]], params: list[SamplingParams], *, streams: bool
+        self,
+        prompts: list[IntArray],
+        params: list[SamplingParams],
+        *,
+        streams: bool,
+        is_chat: bool,
     ) -> list[_Live]:
-        """Queue all prompts, or none when one is refused."""
+        """Queue all prompts, or none when one is refused. `is_chat`: the answer begins a text of its own."""
         live: list[_Live] = []
         try:
             for index, (ids, sampling) in enumerate(zip(prompts, params, strict=True)):
-                text = TextStream(
-                    self.tokenizer,
-                    tuple(sampling.stop),
-                    skip_special_tokens=sampling.skip_special_tokens,
-                    prompt_ids=ids.tolist(),
-                )
-                watched = text if streams or sampling.stop else None
-                live.append(_Live(self.core.add(ids, sampling, text=watched), index, text, streams))
+                texts = [self._text(sampling, prompt_ids=() if is_chat else ids.tolist()) for _ in range(sampling.n)]
+                watched = texts if streams or sampling.stop else ()
+                requests = self.core.add(ids, sampling, texts=watched)
+                answers = enumerate(zip(requests, texts, strict=True))
+                live += [_Live(request, index, choice, text, streams) for choice, (request, text) in answers]
         except BadRequest:
             for started in live:
                 self.core.abort(started.request.id)
             raise
         self._live |= {one.request.id: one for one in live}
         return live
+
+    def _text(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TextStream:
+        return TextStream(
+            self.tokenizer,
+            tuple(params.stop),
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            prompt_ids=prompt_ids,
+        )
+
+    def _entered(self, live: list[_Live]) -> Iterator[StreamPiece]:
+        """A stream that aborts its requests when it is closed or dropped, also before its first piece was taken."""
+        pieces = self._stream(live)
+        next(pieces)
+        return pieces
 
     def _stream(self, live: list[_Live]) -> Iterator[StreamPiece]:
         """Step the engine until these requests are done; other callers' pieces are kept for them.
@@ -230,7 +257,7 @@ class LLM:
         """
         unfinished = {one.request.id: one for one in live}
         try:
-            yield StreamPiece(0, "", [])
+            yield StreamPiece(0, 0, "", [])
             while unfinished:
                 for one in list(unfinished.values()):
                     while one.pieces:
@@ -265,6 +292,7 @@ class LLM:
         text = one.text.text
         piece = StreamPiece(
             one.index,
+            one.choice,
             text[one.num_seen_chars :],
             ids[one.num_seen_tokens :],
             result_of(request, text) if finish is not None else None,

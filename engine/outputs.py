@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.request import Finish, FinishReason, Request
+from engine.request import Finish, FinishReason, Request, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,9 @@ class GenerationResult:
         token_ids: every generated token, the stopping one included.
         finish_reason: "stop", "length", "abort", "capacity" or "error"; see `engine.request.Finish`.
         stop_reason: the stop string or token id that was met, else None.
+        logprobs: of each generated token, with `return_logprob`.
+        prompt_logprobs: of the prompt's tokens from `logprob_start_len` on, when that is not -1; None for the first.
+        alternatives: the other answers when `n` is above 1.
         message: more about an "error" or a "capacity" end.
     """
 
@@ -52,6 +55,9 @@ class GenerationResult:
     message: str
     usage: Usage
     timings: RequestTimings
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    alternatives: tuple[GenerationResult, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +66,14 @@ class StreamPiece:
 
     Attributes:
         index: which of the prompts given to `generate`.
+        choice: which of its `n` answers.
         text: new text that no later token can change; may be empty.
         token_ids: new tokens.
         result: the whole, with the last piece.
     """
 
     index: int
+    choice: int
     text: str
     token_ids: list[int]
     result: GenerationResult | None = None
@@ -76,6 +84,7 @@ def result_of(request: Request, text: str) -> GenerationResult:
     finish: Finish | None = request.finish
     assert finish is not None
     timings, first = request.timings, request.timings.first_token_s
+    scores = request.scores
     decoded = request.num_output - 1
     return GenerationResult(
         request_id=request.id,
@@ -91,4 +100,6 @@ def result_of(request: Request, text: str) -> GenerationResult:
             total_s=timings.finished_s - timings.arrival_s,
             decode_tokens_per_s=decoded / (timings.finished_s - first) if decoded > 0 else 0.0,
         ),
+        logprobs=scores.output if scores is not None and request.params.return_logprob else None,
+        prompt_logprobs=scores.prompt if scores is not None and request.params.logprob_start_len >= 0 else None,
     )

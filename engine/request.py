@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
@@ -18,7 +19,7 @@ from mem_cache.tree.prefix_tree import LockReceipt
 if TYPE_CHECKING:
     from engine.text.stream import TextStream
 
-FinishReason = Literal["stop", "length", "abort", "capacity", "error"]
+FinishReason = Literal["stop", "length", "abort", "timeout", "capacity", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class Finish:
 
     Attributes:
         reason: "stop" (a stop string, a stop id or the model's end), "length" (its own limit or the context's end),
-            "abort", "capacity" (alone in the pool and still too large), "error" (the model's output was not finite).
+            "abort", "timeout" (its time limit), "capacity" (alone in the pool and still too large), "error" (the
+            model's output was not finite).
         matched: the stop string or token id that was met.
         message: for people, where the reason alone does not say enough.
     """
@@ -38,9 +40,11 @@ class Finish:
 
 
 class RequestStatus(Enum):
-    """Where a request is. A chunked prefill is running like any other."""
+    """Where a request is. A chunked prefill is running like any other; a sibling of an answer with n > 1 waits until
+    the first has computed their prompt."""
 
     WAITING = "waiting"
+    FORKING = "forking"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -55,6 +59,29 @@ class Timings:
     finished_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithm of a token's probability at its place, by the model's own logits.
+
+    Attributes:
+        top: the best tokens there, (token id, logprob), best first.
+        extra: the tokens that the request asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    extra: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class TokenScores:
+    """Logprobs of a request so far; the prompt's first token has none."""
+
+    prompt: list[TokenLogprob | None] = field(default_factory=list)
+    output: list[TokenLogprob] = field(default_factory=list)
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """Attributes:
@@ -65,6 +92,9 @@ class Request:
     text: detokeniser and stop strings, for requests that stream or have stop strings.
     cached_tokens: prompt tokens that were not computed when it was first admitted.
     num_known: valid entries of the token buffer.
+    siblings: further answers to the same prompt that start from this one's KV.
+    scores: logprobs, when they are wanted.
+    passed_over: younger requests that were admitted before this one.
     """
 
     id: str
@@ -86,6 +116,10 @@ class Request:
     abort_requested: bool = False
     cached_tokens: int | None = None
     num_retractions: int = 0
+    siblings: tuple[Request, ...] = ()
+    passed_over: int = 0
+    scores: TokenScores | None = None
+    _counts: dict[int, int] = field(default_factory=dict)
     timings: Timings = field(default_factory=Timings)
 
     @property
@@ -103,6 +137,34 @@ class Request:
         return ids
 
     @property
+    def deadline_s(self) -> float:
+        limit = self.params.time_limit_s
+        return math.inf if limit is None else self.timings.arrival_s + limit
+
+    @property
+    def output_counts(self) -> dict[int, int]:
+        """How often the output holds each token that prompt or output hold, for penalties."""
+        if not self._counts:
+            self._counts = dict.fromkeys(self._buffer[: self.prompt_len].tolist(), 0)
+            for token_id in self.output_ids:
+                self._counts[token_id] = self._counts.get(token_id, 0) + 1
+        return self._counts
+
+    @property
+    def next_scored(self) -> int:
+        """Position of the first prompt token whose logprob is wanted and not known; `prompt_len` when none is."""
+        start = self.params.logprob_start_len
+        if self.scores is None or start < 0:
+            return self.prompt_len
+        return min(self.prompt_len, start + len(self.scores.prompt))
+
+    @property
+    def max_cached_len(self) -> int:
+        """How much may come from the cache: the last known token is computed, and whatever scores a prompt token."""
+        scoring_from = self.next_scored - 1 if self.next_scored < self.prompt_len else self.num_known
+        return min(self.num_known - 1, scoring_from)
+
+    @property
     def holding(self) -> Holding:
         return Holding(self.kv, self.lock)
 
@@ -114,6 +176,8 @@ class Request:
         """
         self._buffer[self.num_known] = token_id
         self.num_known += 1
+        if self._counts:
+            self._counts[token_id] = self._counts.get(token_id, 0) + 1
         is_stop_id = token_id in self.stop_ids
         if self.text is not None and not is_stop_id:
             self.text.push((token_id,))
@@ -139,6 +203,7 @@ def new_request(
     namespace: Namespace,
     priority: int = 0,
     text: TextStream | None = None,
+    status: RequestStatus = RequestStatus.WAITING,
 ) -> Request:
     """A waiting request with an empty record. `prompt_ids`: int32 [at least 1, fewer than `context_len`]."""
     max_tokens = min(len(prompt_ids) + params.max_new_tokens, context_len)
@@ -159,4 +224,7 @@ def new_request(
         text=text,
         _buffer=buffer,
         num_known=len(prompt_ids),
+        status=status,
+        # Nothing comes before the first token, so it has no logprob.
+        scores=TokenScores([None] if params.logprob_start_len == 0 else []) if params.wants_scores else None,
     )

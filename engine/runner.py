@@ -15,11 +15,15 @@ import torch
 from devices.base import AttentionMetadata, Device
 from devices.pages import page_count, ragged_positions, ragged_slots
 from engine.models.decoder import Decoder
+from engine.sampling.logits import edited, joined, score
 from engine.sampling.sampler import sample
-from engine.step import StepInput, StepOutput
+from engine.step import ScoreColumns, Scores, StepInput, StepOutput
 from mem_cache.kv_info import RowGeometry
 from mem_cache.pools import AttentionKv
 from mem_cache.rows import TableChange, table_width
+
+SCORE_BLOCK = 128
+"""Prompt tokens scored at once: a block of logits is as wide as the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +32,12 @@ class ForwardInputs:
 
     Attributes:
         token_ids, positions: [tokens].
-        last_tokens: places of the tokens whose next one is sampled, [sampled].
+        wanted: places of the tokens that score a prompt token, then of those whose next one is sampled, [wanted].
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    last_tokens: torch.Tensor
+    wanted: torch.Tensor
 
 
 class ModelRunner:
@@ -58,52 +62,88 @@ class ModelRunner:
         }
         self.device_s = 0.0
         config = model.config
-        self._attention = device.attention(config.num_heads, config.num_kv_heads, config.head_dim)
+        by_window = {
+            window: device.attention(config.num_heads, config.num_kv_heads, config.head_dim, window)
+            for window in dict.fromkeys(config.windows)
+        }
+        self._backends = tuple(by_window.values())
+        self._attention = tuple(by_window[window] for window in config.windows)
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput:
         """Run one step to its end."""
         inputs = self._prepare(step)
         started = time.perf_counter()
-        logits = self.forward(inputs)
-        sampled = sample(logits[:, : self._vocab_size], step.sampling)
+        hidden = self.forward(inputs)
+        logits = self._logits(hidden[len(hidden) - int(step.is_sampled.sum()) :])
+        sampled = sample(logits if step.edits is None else edited(logits, step.edits), step.sampling)
+        scores = None if step.scores is None else self._scores(step.scores, hidden, logits, sampled.token_ids)
         finite, tokens = sampled.is_finite.cpu().numpy(), sampled.token_ids.cpu().numpy().astype(np.int32)
         self.device_s = time.perf_counter() - started
         is_finite = np.ones(len(step.rows), dtype=np.bool_)
         is_finite[step.is_sampled] = finite
         has_token = step.is_sampled & is_finite
-        return StepOutput(step.step_id, has_token.astype(np.int32), tokens[is_finite[step.is_sampled]], is_finite)
+        return StepOutput(step.step_id, has_token.astype(np.int32), tokens[finite], is_finite, scores)
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Next-token logits of the sampled requests, float32 [sampled, vocabulary of the model]."""
-        return self.model.forward(
-            inputs.token_ids, inputs.positions, self._attention, self.kv.layers, inputs.last_tokens
-        )
+        """Hidden states of the wanted tokens, [wanted, hidden_size]."""
+        return self.model.forward(inputs.token_ids, inputs.positions, self._attention, self.kv.layers, inputs.wanted)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of the ids that have a token, float32 [rows, ids]."""
+        return self.model.logits(hidden)[:, : self._vocab_size]
+
+    def _scores(
+        self, wanted: ScoreColumns, hidden: torch.Tensor, logits: torch.Tensor, token_ids: torch.Tensor
+    ) -> Scores:
+        """Logprobs of prompt tokens, block by block so that no large matrix of logits is held, then of sampled ones."""
+        parts = []
+        num_prompt = len(wanted.place)
+        targets = torch.from_numpy(wanted.target.astype(np.int64)).to(hidden.device)
+        for first in range(0, num_prompt, SCORE_BLOCK):
+            last = min(first + SCORE_BLOCK, num_prompt)
+            extra = _extras(wanted, first, last, hidden.device)
+            parts.append(score(self._logits(hidden[first:last]), targets[first:last], wanted.top_n, *extra))
+        rows = torch.from_numpy(wanted.sampled_row.astype(np.int64)).to(hidden.device)
+        extra = _extras(wanted, num_prompt, num_prompt + len(rows), hidden.device)
+        return joined([*parts, score(logits[rows], token_ids[rows], wanted.top_n, *extra)])
 
     def _prepare(self, step: StepInput) -> ForwardInputs:
         """Bring page tables up to date, plan attention, put the step's columns on the device."""
         self._apply(step.table_changes)
+        for copy in step.page_copies:
+            self._device.copy_page(self.kv.layers, copy.source, copy.target)
         ends = step.starts + step.num_new
         num_pages = page_count(int(ends.max()), self._page_size)
         tables = self._tables["full"][step.rows, :num_pages]
         to = self._device.torch_device
-        self._attention.plan(
-            AttentionMetadata(
-                query_lens=step.num_new,
-                seq_lens=ends,
-                page_tables=torch.from_numpy(tables).to(to),
-                slots=ragged_slots(tables, step.starts, step.num_new, self._page_size),
-                page_size=self._page_size,
-            )
+        attention = AttentionMetadata(
+            query_lens=step.num_new,
+            seq_lens=ends,
+            page_tables=torch.from_numpy(tables).to(to),
+            slots=ragged_slots(tables, step.starts, step.num_new, self._page_size),
+            page_size=self._page_size,
         )
-        last_tokens = np.cumsum(step.num_new, dtype=np.int64) - 1
+        for backend in self._backends:
+            backend.plan(attention)
+        wanted = (np.cumsum(step.num_new, dtype=np.int64) - 1)[step.is_sampled]
+        if step.scores is not None:
+            wanted = np.concatenate([step.scores.place, wanted])
         return ForwardInputs(
             torch.from_numpy(step.token_ids.astype(np.int64)).to(to),
             torch.from_numpy(ragged_positions(step.starts, step.num_new)).to(to),
-            torch.from_numpy(last_tokens[step.is_sampled]).to(to),
+            torch.from_numpy(wanted).to(to),
         )
 
     def _apply(self, changes: tuple[TableChange, ...]) -> None:
         for change in changes:
             self._tables[change.family][change.row, change.start : change.start + len(change.pages)] = change.pages
+
+
+def _extras(wanted: ScoreColumns, first: int, last: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Further tokens of scores `[first, last)`, the scores counted from `first`; int64 [extras] twice."""
+    inside = (wanted.extra_score >= first) & (wanted.extra_score < last)
+    row = wanted.extra_score[inside].astype(np.int64) - first
+    token_id = wanted.extra_token_id[inside].astype(np.int64)
+    return torch.from_numpy(row).to(device), torch.from_numpy(token_id).to(device)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from devices.pages import IntArray
-from mem_cache.rows import TableChange
+from mem_cache.rows import PageCopy, TableChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +23,57 @@ class SamplingColumns:
     """Sampling of the requests that are sampled in this step, in the order of the batch; all [sampled].
 
     Attributes:
-        temperature: float32, 0 is greedy; top_k: int32, -1 is all; top_p: float32.
+        temperature: float32, 0 is greedy; top_k: int32, -1 is all; top_p, min_p: float32.
         seed: uint64; position: int64, of the token to choose: with the seed it decides the choice.
     """
 
     temperature: npt.NDArray[np.float32]
     top_k: IntArray
     top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
     seed: npt.NDArray[np.uint64]
     position: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """Changes to the logits of sampled rows, before anything is drawn; sparse, one entry for a (row, token).
+
+    Attributes:
+        row, token_id: of each token that a penalty looks at, int32 [seen]; `count` of them in the output, int32.
+        repetition, presence, frequency: of each sampled row, float32 [sampled].
+        bias_row, bias_token_id, bias: added afterwards, int32, int32, float32 [biases]; -inf forbids a token.
+    """
+
+    row: IntArray
+    token_id: IntArray
+    count: IntArray
+    repetition: npt.NDArray[np.float32]
+    presence: npt.NDArray[np.float32]
+    frequency: npt.NDArray[np.float32]
+    bias_row: IntArray
+    bias_token_id: IntArray
+    bias: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreColumns:
+    """Which logprobs are wanted: first of prompt tokens, then of tokens that this step samples.
+
+    Attributes:
+        place: index into the step's tokens whose logits score a prompt token, int64 [prompt scores].
+        target: that prompt token's id, int32 [prompt scores].
+        sampled_row: sampled rows whose new token is scored, int32 [sampled scores].
+        top_n: best tokens reported beside each, for all scores.
+        extra_score, extra_token_id: further tokens, and the score they belong to, int32 [extras].
+    """
+
+    place: npt.NDArray[np.int64]
+    target: IntArray
+    sampled_row: IntArray
+    top_n: int
+    extra_score: IntArray
+    extra_token_id: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +89,8 @@ class StepInput:
         is_sampled: whether a token follows each request's last new one, bool [batch] (not in the middle of a prompt).
         sampling: how to choose those tokens.
         table_changes: what was written into page tables since the last step, in order.
+        page_copies: pages whose content other pages take over before anything is computed, in order.
+        edits, scores: None when no request of the step wants them.
     """
 
     step_id: int
@@ -57,6 +101,25 @@ class StepInput:
     is_sampled: npt.NDArray[np.bool_]
     sampling: SamplingColumns
     table_changes: tuple[TableChange, ...]
+    page_copies: tuple[PageCopy, ...] = ()
+    edits: LogitEdits | None = None
+    scores: ScoreColumns | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Logprobs, in the order of `ScoreColumns`.
+
+    Attributes:
+        chosen: of the prompt token or the sampled one, float32 [scores].
+        top_ids, top: the best tokens and their logprobs, best first, int32 and float32 [scores, top_n].
+        extra: float32 [extras].
+    """
+
+    chosen: npt.NDArray[np.float32]
+    top_ids: npt.NDArray[np.int32]
+    top: npt.NDArray[np.float32]
+    extra: npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +136,7 @@ class StepOutput:
     num_tokens: IntArray
     token_ids: IntArray
     is_finite: npt.NDArray[np.bool_]
+    scores: Scores | None = None
 
 
 class _PackedArray(msgspec.Struct, array_like=True):

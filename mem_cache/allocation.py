@@ -11,12 +11,12 @@ the record. Nobody else frees a row's pages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from devices.page_pool import OutOfPages, PageFamilies
-from devices.pages import IntArray, ceil_page, page_count
+from devices.pages import IntArray, ceil_page, floor_page, page_count
 from mem_cache.kv_info import LadderError, ReqKvInfo, RowGeometry
-from mem_cache.rows import OutOfRows, RowPool
+from mem_cache.rows import OutOfRows, PageCopy, RowPool
 from mem_cache.tree.keys import Namespace, PrefixKey
 from mem_cache.tree.prefix_tree import LockReceipt, Match, PrefixTree
 
@@ -28,7 +28,8 @@ class Growth:
     Attributes:
         start: tokens that have pages already: the row's, or the matched prefix's.
         num_pages: new pages of each family.
-        prefix: pages of a matched prefix, by family, for a record that has no row yet: it starts from them.
+        prefix: pages that a record without a row starts from, by family.
+        protected: how much of the prefix is the tree's, whole pages.
     """
 
     record: ReqKvInfo
@@ -36,6 +37,7 @@ class Growth:
     target: int
     num_pages: int
     prefix: Mapping[str, IntArray]
+    protected: int = 0
 
     @property
     def needs_row(self) -> bool:
@@ -89,7 +91,7 @@ def _growth(record: ReqKvInfo, length: int, prefix: Mapping[str, IntArray] | Non
     target = max(start, ceil_page(length, page_size))
     if target > record.geometry.row_width:
         raise LadderError("reserve", target, record, "target <= row width")
-    return Growth(record, start, target, page_count(target - start, page_size), prefix or {})
+    return Growth(record, start, target, page_count(target - start, page_size), prefix or {}, start)
 
 
 def plan(growths: Iterable[Growth]) -> Plan:
@@ -146,6 +148,7 @@ class KvAllocator:
         for name in self._pool_names:
             if families.families[name].tokens_per_page != self.geometry.page_size:
                 raise ValueError(f"{families.families[name]}: its pages are not of the row's {self.geometry.page_size}")
+        self._copies: list[PageCopy] = []
 
     @property
     def num_available(self) -> int:
@@ -198,11 +201,11 @@ class KvAllocator:
             record.bind(self.rows.alloc())
             for family, prefix in growth.prefix.items():
                 self.rows.write(family, record.row, 0, prefix)
-            record.adopt(start)
+            record.adopt(growth.protected)
         if growth.num_pages:
             for family, new in pages.items():
                 self.rows.write(family, record.row, page_count(start, self.geometry.page_size), new)
-            record.reserve(growth.target)
+        record.reserve(growth.target)
 
     def match(self, tokens: IntArray, namespace: Namespace) -> Match:
         """The longest prefix of `tokens` that the tree has, whole pages, at most `len - 1`: one must be computed."""
@@ -242,6 +245,47 @@ class KvAllocator:
         record.protect(end)
         self.tree.unlock(lock)
         return new_lock
+
+    def fork(self, parent: ReqKvInfo, lock: LockReceipt, child: ReqKvInfo, length: int) -> LockReceipt:
+        """Let an empty record start from `[0, length)` of another's row; the other is not touched.
+
+            0        protected          floor(length)       length
+            |  tree's   |  shared, one count more  |  copied page  |
+
+        The copy of the partial last page is part of the next step (`take_copies`). Nothing is computed again.
+
+        Args:
+            lock: what protects the parent's prefix.
+            length: at most what the parent has committed.
+        Returns:
+            The child's own receipt.
+        Raises:
+            OutOfRows, OutOfPages: nothing changed.
+            LadderError: the parent has not committed so much.
+        """
+        if not 0 < length <= parent.kv_committed_len:
+            raise LadderError("fork", length, parent, "0 < length <= committed")
+        page_size = self.geometry.page_size
+        shared = floor_page(length, page_size)
+        protected = min(parent.cache_protected_len, shared)
+        pages = {name: self.rows.pages(name, parent.row, 0, ceil_page(length, page_size)) for name in self._pool_names}
+        in_tree, whole = page_count(protected, page_size), page_count(shared, page_size)
+        growth = extend(child, length, {name: ids[:whole] for name, ids in pages.items()})
+        self.commit(plan([replace(growth, protected=protected)]))
+        for name, ids in pages.items():
+            self.families.pools[name].retain(ids[in_tree:whole])
+            if length > shared:
+                new = int(self.rows.pages(name, child.row, shared, shared + page_size)[0])
+                self._copies.append(PageCopy(name, int(ids[whole]), new))
+        child.schedule(length)
+        child.commit(length)
+        return self.tree.lock_again(lock)
+
+    def take_copies(self) -> tuple[PageCopy, ...]:
+        """Copies that the next step must make first, in order."""
+        copies = tuple(self._copies)
+        self._copies.clear()
+        return copies
 
     def release(self, record: ReqKvInfo, lock: LockReceipt | None) -> None:
         """The one way out: the row's own pages, its row and its lock go back, the record is empty.

@@ -35,6 +35,15 @@ class TableChange:
     pages: IntArray
 
 
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """The content of page `source` of a family goes into page `target`, in every layer."""
+
+    family: str
+    source: int
+    target: int
+
+
 class RowPool:
     """`num_rows` rows, numbers `1 .. num_rows`, with one page table for each family."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine import LLM, SamplingParams
-from engine.request import Request
+from engine.request import Request, RequestStatus
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
 
@@ -35,7 +35,8 @@ def make_llm(path: Path, **kwargs: Any) -> LLM:
 
 
 def add(llm: LLM, prompt: Sequence[int], params: SamplingParams = GREEDY, **kwargs: Any) -> Request:
-    return llm.core.add(np.array(prompt, dtype=np.int32), params, **kwargs)
+    """Queue a prompt; the first of its requests (with n > 1 the others are its siblings)."""
+    return llm.core.add(np.array(prompt, dtype=np.int32), params, **kwargs)[0]
 
 
 def run(
@@ -57,6 +58,18 @@ def run(
         llm.core.step()
     assert all(request.finish is not None for request in requests), "no progress"
     return requests
+
+
+def force_retractions(llm: LLM, every: int, limit: int = 40) -> Callable[[int, list[Request]], None]:
+    """Send a random running request back every few steps, `limit` times."""
+    rng = np.random.default_rng(0)
+
+    def between(step: int, requests: list[Request]) -> None:
+        running = [request for request in requests if request.status is RequestStatus.RUNNING]
+        if running and step % every == 0 and llm.stats()["num_retracted_total"] < limit:
+            llm.core.scheduler.retract(running[rng.integers(len(running))])
+
+    return between
 
 
 def outputs(requests: Sequence[Request]) -> list[list[int]]:

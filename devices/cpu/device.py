@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ class CpuDevice:
             kv_dtypes=dtypes,
             slot_dtype="int64",
             table_dtype="int32",
-            masks=frozenset({"causal"}),
+            masks=frozenset({"causal", "window"}),
             collectives="gloo" if torch.distributed.is_available() else None,
         )
         self.description = (
@@ -54,6 +55,11 @@ class CpuDevice:
         self, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None
     ) -> AttentionBackend:
         return PagedAttention(num_heads, num_kv_heads, head_dim, window)
+
+    def copy_page(self, layers: Sequence[KvLayer], source: int, target: int) -> None:
+        for layer in layers:
+            layer.k[target].copy_(layer.k[source])
+            layer.v[target].copy_(layer.v[source])
 
     def synchronize(self) -> None:
         """CPU work is done when its call returns."""

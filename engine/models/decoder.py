@@ -1,96 +1,101 @@
-"""A dense decoder of the Llama family: pre-norm, rotary attention over paged KV, gated MLP.
+"""A decoder of the Llama family: pre-norm, rotary attention over paged KV, gated MLP or mixture of experts.
 
-The projections of a layer are stored fused (q, k, v in one matrix; gate and up in another); `destinations` lists the
-parts of the fused matrices under the names that model files use, so loading needs no code of its own. `forward` sees
-a step as a flat list of tokens: whose they are is the attention backend's business.
+What tells the architectures of the family apart (biases, norms of the heads, windows, experts) is declared in the
+config; there is one forward for all. `forward` sees a step as a flat list of tokens: whose they are is the attention
+backend's business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from devices.base import AttentionBackend, KvLayer
 from engine.models.config import ModelConfig
-from engine.models.rope import cos_sin, inverse_frequencies, rotate
+from engine.models.layers import FusedLinear, GatedMlp, Mlp, MoeMlp, Named, Weights
+from engine.models.rope import Rotation, build_rope
 
 LM_HEAD = "lm_head.weight"
 
 
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """`y = x W^T + b`; weight [out, in], bias [out] or None."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Weights of one layer; `qkv` and `gate_up` are fused along their outputs."""
+    """One layer; its KV is the attention backend's."""
 
-    input_norm: torch.Tensor
-    qkv: Linear
-    out: Linear
-    post_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    def __init__(self, config: ModelConfig, index: int, new: Weights) -> None:
+        hidden, dim = config.hidden_size, config.head_dim
+        self.config = config
+        self.q_size, self.kv_size = config.num_heads * dim, config.num_kv_heads * dim
+        self.input_norm, self.post_norm = new(hidden), new(hidden)
+        self.qkv = FusedLinear(new, hidden, (self.q_size, self.kv_size, self.kv_size), config.qkv_bias)
+        self.out = FusedLinear(new, self.q_size, (hidden,), config.out_bias)
+        self.q_norm = new(dim) if config.qk_norm else None
+        self.k_norm = new(dim) if config.qk_norm else None
+        self.mlp: Mlp
+        if config.moe is not None and index in config.moe.layers:
+            self.mlp = MoeMlp(new, hidden, config.moe)
+        else:
+            self.mlp = GatedMlp(new, hidden, config.intermediate_size, config.mlp_bias)
+
+    def destinations(self, prefix: str) -> Named:
+        named = {
+            f"{prefix}.input_layernorm.weight": self.input_norm,
+            f"{prefix}.post_attention_layernorm.weight": self.post_norm,
+        }
+        if self.q_norm is not None and self.k_norm is not None:
+            named[f"{prefix}.self_attn.q_norm.weight"] = self.q_norm
+            named[f"{prefix}.self_attn.k_norm.weight"] = self.k_norm
+        named |= self.qkv.destinations([f"{prefix}.self_attn.{part}_proj" for part in "qkv"])
+        named |= self.out.destinations([f"{prefix}.self_attn.o_proj"])
+        return named | self.mlp.destinations(f"{prefix}.mlp")
+
+    def forward(self, x: torch.Tensor, rotate: Rotation, attention: AttentionBackend, kv: KvLayer) -> torch.Tensor:
+        """x, result: [tokens, hidden_size]."""
+        x = x + self._attend(self._norm(x, self.input_norm), rotate, attention, kv)
+        return x + self.mlp(self._norm(x, self.post_norm))
+
+    def _attend(self, x: torch.Tensor, rotate: Rotation, attention: AttentionBackend, kv: KvLayer) -> torch.Tensor:
+        config, num_tokens = self.config, x.shape[0]
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        qk, v = torch.split(self.qkv(x), [self.q_size + self.kv_size, self.kv_size], dim=-1)
+        qk = qk.view(num_tokens, heads + kv_heads, dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = torch.split(qk, [heads, kv_heads], dim=1)
+            qk = torch.cat([self._norm(q, self.q_norm), self._norm(k, self.k_norm)], dim=1)
+        q, k = torch.split(rotate(qk), [heads, kv_heads], dim=1)
+        attended = attention.forward(q, k, v.view(num_tokens, kv_heads, dim), kv)
+        return self.out(attended.reshape(num_tokens, self.q_size))
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
 
 class Decoder:
     """The model on one device. Its weights are uninitialised until `destinations` was filled, every entry."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, context_len: int) -> None:
+        """`context_len`: the longest sequence that the engine takes, in tokens; some ropes depend on it."""
         self.config = config
         self.dtype = dtype
         self._device = device
-        self._q_size = config.num_heads * config.head_dim
-        self._kv_size = config.num_kv_heads * config.head_dim
-        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
-        self.embedding = self._empty(config.vocab_size, config.hidden_size)
-        self.layers = [self._layer() for _ in range(config.num_layers)]
-        self.norm = self._empty(config.hidden_size)
+        self.rope = build_rope(config.rope, config.head_dim, context_len, device)
+        self.embedding = self._new(config.vocab_size, config.hidden_size)
+        self.layers = [DecoderLayer(config, index, self._new) for index in range(config.num_layers)]
+        self.norm = self._new(config.hidden_size)
         self.head = self.embedding if config.tie_word_embeddings else torch.empty_like(self.embedding)
 
-    def _empty(self, *shape: int) -> torch.Tensor:
+    def _new(self, *shape: int) -> torch.Tensor:
+        """An uninitialised weight."""
         return torch.empty(shape, dtype=self.dtype, device=self._device)
 
-    def _linear(self, out_size: int, in_size: int, bias: bool) -> Linear:
-        return Linear(self._empty(out_size, in_size), self._empty(out_size) if bias else None)
-
-    def _layer(self) -> DecoderLayer:
-        config = self.config
-        hidden, inner = config.hidden_size, config.intermediate_size
-        return DecoderLayer(
-            input_norm=self._empty(hidden),
-            qkv=self._linear(self._q_size + 2 * self._kv_size, hidden, config.attention_bias),
-            out=self._linear(hidden, self._q_size, config.attention_bias),
-            post_norm=self._empty(hidden),
-            gate_up=self._linear(2 * inner, hidden, config.mlp_bias),
-            down=self._linear(hidden, inner, config.mlp_bias),
-        )
-
-    def destinations(self) -> dict[str, torch.Tensor]:
+    def destinations(self) -> Named:
         """Where each tensor of a model file goes: Hugging Face name -> a view of the weights."""
         named = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         if not self.config.tie_word_embeddings:
             named[LM_HEAD] = self.head
-        sizes = (self._q_size, self._kv_size, self._kv_size)
         for index, layer in enumerate(self.layers):
-            prefix = f"model.layers.{index}"
-            named[f"{prefix}.input_layernorm.weight"] = layer.input_norm
-            named[f"{prefix}.post_attention_layernorm.weight"] = layer.post_norm
-            named |= _parts(layer.qkv, [f"{prefix}.self_attn.{name}_proj" for name in "qkv"], sizes)
-            named |= _parts(layer.out, [f"{prefix}.self_attn.o_proj"], (self.config.hidden_size,))
-            inner = self.config.intermediate_size
-            named |= _parts(layer.gate_up, [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"], (inner, inner))
-            named |= _parts(layer.down, [f"{prefix}.mlp.down_proj"], (self.config.hidden_size,))
+            named |= layer.destinations(f"model.layers.{index}")
         return named
 
     def optional_names(self) -> frozenset[str]:
@@ -101,52 +106,25 @@ class Decoder:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        attention: AttentionBackend,
+        attention: Sequence[AttentionBackend],
         kv_layers: Sequence[KvLayer],
-        logits_at: torch.Tensor,
+        wanted: torch.Tensor,
     ) -> torch.Tensor:
         """Compute a step whose attention was planned already.
 
         Args:
             token_ids, positions: int64 [tokens].
-            logits_at: the tokens whose next-token logits are wanted, int64 [sampled].
+            attention, kv_layers: one of each layer; layers of the same window share a backend.
+            wanted: places of the tokens whose output is wanted, int64 [wanted].
         Returns:
-            float32 [sampled, vocab_size].
+            Hidden states for `logits`, [wanted, hidden_size].
         """
-        config = self.config
         x = F.embedding(token_ids, self.embedding)
-        cos, sin = cos_sin(positions, self._frequencies, self.dtype)
-        for layer, kv in zip(self.layers, kv_layers, strict=True):
-            x = x + self._attend(self._norm(x, layer.input_norm), layer, cos, sin, attention, kv)
-            gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
-        x = F.rms_norm(x[logits_at], (config.hidden_size,), self.norm, config.rms_norm_eps)
-        return F.linear(x, self.head).to(torch.float32)
+        rotate = self.rope.at(positions, self.dtype)
+        for layer, backend, kv in zip(self.layers, attention, kv_layers, strict=True):
+            x = layer.forward(x, rotate, backend, kv)
+        return F.rms_norm(x[wanted], self.norm.shape, self.norm, self.config.rms_norm_eps)
 
-    def _attend(
-        self,
-        x: torch.Tensor,
-        layer: DecoderLayer,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attention: AttentionBackend,
-        kv: KvLayer,
-    ) -> torch.Tensor:
-        """x, result: [tokens, hidden_size]."""
-        config, num_tokens = self.config, x.shape[0]
-        qk, v = torch.split(layer.qkv(x), [self._q_size + self._kv_size, self._kv_size], dim=-1)
-        qk = rotate(qk.view(num_tokens, config.num_heads + config.num_kv_heads, config.head_dim), cos, sin)
-        q, k = torch.split(qk, [config.num_heads, config.num_kv_heads], dim=1)
-        attended = attention.forward(q, k, v.view(num_tokens, config.num_kv_heads, config.head_dim), kv)
-        return layer.out(attended.reshape(num_tokens, self._q_size))
-
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (self.config.hidden_size,), weight, self.config.rms_norm_eps)
-
-
-def _parts(linear: Linear, names: Sequence[str], sizes: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Views of a fused linear's outputs under the names of its parts."""
-    named = dict(zip((f"{name}.weight" for name in names), torch.split(linear.weight, list(sizes)), strict=True))
-    if linear.bias is not None:
-        named |= zip((f"{name}.bias" for name in names), torch.split(linear.bias, list(sizes)), strict=True)
-    return named
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Next-token logits, float32 [rows, vocab_size], of hidden states [rows, hidden_size]."""
+        return F.linear(hidden, self.head).to(torch.float32)

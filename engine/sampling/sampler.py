@@ -2,7 +2,7 @@
 
 A choice needs one uniform number, and that number is a pure function of the request's seed and the token's position.
 So a request's choices do not depend on what else is in the batch, on chunking, or on a retraction in between.
-Order of the transforms: temperature, top-k, top-p over what top-k left, then the inverse of the cumulative sum.
+Order of the transforms: temperature, top-k, top-p over what top-k left, min-p, then the inverse of the cumulative sum.
 """
 
 from __future__ import annotations
@@ -17,6 +17,30 @@ from engine.step import SamplingColumns
 
 CANDIDATES = 1024
 """Best tokens looked at first for top-k and top-p; a row that needs more is sorted whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Which tokens of each row may be drawn: int32, float32, float32, all [rows]."""
+
+    top_k: npt.NDArray[np.int32]
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+
+    def limit(self, vocab_size: int) -> torch.Tensor:
+        """Tokens that top-k leaves, int64 [rows]."""
+        limits = np.where(self.top_k == -1, vocab_size, np.minimum(self.top_k, vocab_size))
+        return torch.from_numpy(limits.astype(np.int64))
+
+    def without_improbable(self, weights: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+        """`weights` [rows, n] with those below min-p times the best [rows, 1] set to 0."""
+        if not self.min_p.any():
+            return weights
+        least = torch.from_numpy(self.min_p.astype(np.float64))[:, None] * best
+        return torch.where(weights >= least, weights, 0.0)
+
+    def of(self, rows: npt.NDArray[np.int64]) -> Cuts:
+        return Cuts(self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +59,17 @@ def sample(logits: torch.Tensor, columns: SamplingColumns) -> Sampled:
     drawn = np.flatnonzero((columns.temperature > 0) & (columns.top_k != 1))
     if len(drawn):
         uniform = torch.from_numpy(uniforms(columns.seed[drawn], columns.position[drawn]))
-        filtered = (columns.top_k[drawn] != -1) | (columns.top_p[drawn] < 1)
-        for members, choose in ((drawn[~filtered], _draw), (drawn[filtered], _draw_filtered)):
+        is_cut = (columns.top_k[drawn] != -1) | (columns.top_p[drawn] < 1)
+        for members, choose in ((drawn[~is_cut], _draw), (drawn[is_cut], _draw_filtered)):
             if len(members):
                 rows = torch.from_numpy(members)
                 number = uniform[torch.from_numpy(np.searchsorted(drawn, members))]
+                cuts = Cuts(columns.top_k[members], columns.top_p[members], columns.min_p[members])
                 # Less the best: a distribution stays the same, and no temperature makes its best token infinite.
                 scaled = (logits[rows] - best[rows][:, None]) / torch.from_numpy(columns.temperature[members])[:, None]
                 # A row that is not finite has no distribution; any will do, its token is not used.
                 scaled = torch.where(is_finite[rows][:, None], scaled, 0.0)
-                token_ids[rows] = choose(scaled, number, columns.top_k[members], columns.top_p[members])
+                token_ids[rows] = choose(scaled, number, cuts)
     return Sampled(token_ids, is_finite)
 
 
@@ -62,27 +87,22 @@ def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _draw(
-    scaled: torch.Tensor, uniform: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: npt.NDArray[np.float32]
-) -> torch.Tensor:
+def _draw(scaled: torch.Tensor, uniform: torch.Tensor, cuts: Cuts) -> torch.Tensor:
     """From the whole distribution, in vocabulary order."""
-    return _invert(torch.softmax(scaled, dim=-1, dtype=torch.float64), uniform)
+    weights = torch.softmax(scaled, dim=-1, dtype=torch.float64)
+    return _invert(cuts.without_improbable(weights, weights.amax(-1, keepdim=True)), uniform)
 
 
 def _draw_filtered(
-    scaled: torch.Tensor,
-    uniform: torch.Tensor,
-    top_k: npt.NDArray[np.int32],
-    top_p: npt.NDArray[np.float32],
-    num_candidates: int = CANDIDATES,
+    scaled: torch.Tensor, uniform: torch.Tensor, cuts: Cuts, num_candidates: int = CANDIDATES
 ) -> torch.Tensor:
     """From the best tokens, best first. A row is drawn from all of its tokens when it needs more than the candidates,
     and no row because another one does."""
     vocab_size = scaled.shape[-1]
     num_candidates = min(num_candidates, vocab_size)
-    limit = torch.from_numpy(np.where(top_k == -1, vocab_size, np.minimum(top_k, vocab_size)).astype(np.int64))
+    limit = cuts.limit(vocab_size)
     # Never empty, also where the request's number is too small for its float32 column.
-    nucleus = torch.from_numpy(np.maximum(top_p.astype(np.float64), 1e-300))[:, None]
+    nucleus = torch.from_numpy(np.maximum(cuts.top_p.astype(np.float64), 1e-300))[:, None]
     whole = torch.logsumexp(scaled.double(), dim=-1, keepdim=True)
     if num_candidates < vocab_size:
         values, ids = torch.topk(scaled, num_candidates, dim=-1)
@@ -96,14 +116,13 @@ def _draw_filtered(
     share = mass / kept
     # A token belongs to the nucleus while those before it have not reached top-p: the first always does.
     before = share.cumsum(-1) - share
-    place = _invert(torch.where(before < nucleus, mass, 0.0), uniform)
-    chosen = ids.gather(-1, place[:, None])[:, 0]
+    weights = torch.where(before < nucleus, mass, 0.0)
+    chosen = ids.gather(-1, _invert(cuts.without_improbable(weights, weights[:, :1]), uniform)[:, None])[:, 0]
     # Beyond the candidates: the mass of a top-k, or the end of a nucleus of all tokens.
     is_wider = (limit < vocab_size) | ((found < nucleus) | (nucleus >= 1))[:, 0]
     short = torch.nonzero((limit > num_candidates) & is_wider)[:, 0]
     if len(short):
-        host = short.numpy()
-        chosen[short] = _draw_filtered(scaled[short], uniform[short], top_k[host], top_p[host], vocab_size)
+        chosen[short] = _draw_filtered(scaled[short], uniform[short], cuts.of(short.numpy()), vocab_size)
     return chosen
 
 

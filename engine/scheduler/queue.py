@@ -10,6 +10,9 @@ from engine.request import Request
 POLICIES = ("fcfs", "lpm", "priority")
 """fcfs: arrival. lpm: longest cached prefix first. priority: larger number first, then arrival."""
 
+PATIENCE = 32
+"""A request that so many younger ones went before goes first itself: nobody waits for ever behind cache hits."""
+
 LPM_LIMIT = 128
 """Longer queues are served by arrival: looking every request up in the tree would cost more than it saves."""
 
@@ -42,11 +45,23 @@ class WaitingQueue:
         if self._fresh.pop(request.id, None) is None:
             self._retracted.remove(request)
 
+    def admitted(self, request: Request) -> None:
+        """Take out a request that was admitted; older ones that still wait were passed over."""
+        self.remove(request)
+        for other in self._fresh.values():
+            other.passed_over += other.arrival < request.arrival
+
     def in_order(self) -> list[Request]:
         """All waiting requests, the next to admit first."""
         fresh = list(self._fresh.values())
         if self.policy == "priority":
-            fresh.sort(key=lambda request: (-request.priority, request.arrival))
-        elif self.policy == "lpm" and len(fresh) <= LPM_LIMIT:
-            fresh.sort(key=lambda request: -self._cached_len(request))
+            # Retracted requests stand first among their equals: the sort is stable.
+            return sorted([*self._retracted, *fresh], key=lambda request: -request.priority)
+        if self.policy == "lpm" and len(fresh) <= LPM_LIMIT:
+            fresh.sort(key=self._lpm_key)
         return [*self._retracted, *fresh]
+
+    def _lpm_key(self, request: Request) -> tuple[int, int]:
+        if request.passed_over >= PATIENCE:
+            return (0, request.arrival)
+        return (1, -self._cached_len(request))

@@ -13,30 +13,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
 
 from devices.base import Capabilities
 from devices.page_pool import Fence, OutOfPages
-from devices.pages import align_resume, page_count
+from devices.pages import align_resume, floor_page, page_count
 from engine.request import Finish, Request, RequestStatus
+from engine.scheduler.columns import Chunk, Score, deliver_scores, step_input
 from engine.scheduler.estimate import OutputEstimate
 from engine.scheduler.queue import WaitingQueue
-from engine.step import SamplingColumns, StepInput, StepOutput
+from engine.step import StepInput, StepOutput
 from mem_cache.allocation import KvAllocator, Plan, extend, plan
-
-
-class Chunk(NamedTuple):
-    """`num_new` tokens of one request in one step."""
-
-    request: Request
-    num_new: int
-
-    @property
-    def end(self) -> int:
-        """Tokens of the row that the step will have written."""
-        return self.request.kv.kv_scheduled_len + self.num_new
+from mem_cache.rows import OutOfRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +32,7 @@ class LaunchedStep:
 
     step: StepInput
     chunks: tuple[Chunk, ...]
+    scored: list[Score]
     fences: dict[str, Fence]
 
 
@@ -54,6 +42,7 @@ class Scheduler:
     Attributes:
         running: admitted requests, oldest first; each holds a row.
         num_retracted: retractions since the start.
+        num_prompt_tokens, num_cached_tokens: prompt tokens of admitted requests, and how many were not computed.
     """
 
     def __init__(
@@ -63,16 +52,24 @@ class Scheduler:
         *,
         policy: str = "fcfs",
         conservativeness: float = 1.0,
+        preemption_threshold: int = 0,
         chunk_tokens: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`chunk_tokens`: most prefill tokens in one step; None takes prompts whole."""
+        """Args beside the parts:
+
+        preemption_threshold: a waiting request displaces running ones whose priority is lower by more than this.
+        chunk_tokens: most prefill tokens in one step; None takes prompts whole.
+        """
         self.allocator = allocator
         self.running: list[Request] = []
         self.num_retracted = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
         self.waiting = WaitingQueue(policy, self._cached_pages)
         self._capabilities = capabilities
         self._estimate = OutputEstimate(conservativeness)
+        self._preemption_threshold = preemption_threshold
         self._chunk_tokens = chunk_tokens
         self._clock = clock
         self._launched: LaunchedStep | None = None
@@ -84,13 +81,19 @@ class Scheduler:
         return len(self.waiting) + len(self.running)
 
     def add(self, request: Request) -> None:
-        request.timings.arrival_s = self._clock()
+        for member in (request, *request.siblings):
+            member.timings.arrival_s = self._clock()
         self.waiting.add(request)
 
     def abort(self, request: Request) -> bool:
-        """End a request wherever it is; False when the result of a launched step must come first (it will end then)."""
+        """End a request wherever it is, with what waits for its prompt.
+
+        False when the result of a launched step must come first: it will end then.
+        """
         if request.status is RequestStatus.WAITING:
             self.waiting.remove(request)
+            self._end(request, Finish("abort"))
+        elif request.status is RequestStatus.FORKING:
             self._end(request, Finish("abort"))
         elif request.status is RequestStatus.RUNNING:
             if self._launched is not None and any(chunk.request is request for chunk in self._launched.chunks):
@@ -113,7 +116,9 @@ class Scheduler:
     def launch(self) -> tuple[StepInput | None, list[Request]]:
         """Plan the next step and promise it. Returns it (None: nothing can run) and the requests that ended here."""
         assert self._launched is None, "the result of the last step must come first"
-        chunks, ended = self._continue_running()
+        ended = self._end_late()
+        chunks, full = self._continue_running()
+        ended += full
         self._admit(chunks)
         if not chunks:
             if not self.running:
@@ -121,9 +126,23 @@ class Scheduler:
             return None, ended
         for chunk in chunks:
             chunk.request.kv.schedule(chunk.end)
-        step = self._step_input(chunks)
-        self._launched = LaunchedStep(step, tuple(chunks), self.allocator.families.fence(f"step {step.step_id}"))
+        self._step_id += 1
+        allocator = self.allocator
+        step, scored = step_input(self._step_id, chunks, allocator.rows.take_changes(), allocator.take_copies())
+        self._launched = LaunchedStep(step, tuple(chunks), scored, allocator.families.fence(f"step {step.step_id}"))
         return step, ended
+
+    def _end_late(self) -> list[Request]:
+        """End requests whose time is up, running or not."""
+        limited = [request for request in (*self.running, *self.waiting) if request.params.time_limit_s is not None]
+        if not limited:
+            return []
+        now = self._clock()
+        late = [request for request in limited if request.deadline_s <= now]
+        for request in late:
+            if request.status is RequestStatus.WAITING:
+                self.waiting.remove(request)
+        return [ended for request in late for ended in self._end(request, Finish("timeout"))]
 
     def _continue_running(self) -> tuple[list[Chunk], list[Request]]:
         """Chunks of the running requests with their pages taken; retracts, and at last ends one, when pages lack."""
@@ -146,7 +165,7 @@ class Scheduler:
                 return [], ended
             if len(self.running) == 1:
                 message = f"the pool of {self.allocator.num_pages} pages of {self._page_size} tokens is full"
-                ended.append(self._end(self.running[0], Finish("capacity", message=message)))
+                ended += self._end(self.running[0], Finish("capacity", message=message))
             else:
                 self.retract(min(self.running, key=_loss))
                 retracted = True
@@ -174,16 +193,20 @@ class Scheduler:
 
     def _admit(self, chunks: list[Chunk]) -> None:
         """Move waiting requests into `chunks`, in the queue's order, while rows, pages and the step's tokens last."""
-        if not self.waiting or not self.allocator.rows.num_free:
+        if not self.waiting:
             return
         budget = self._chunk_tokens
         if budget is not None:
             budget -= sum(c.num_new for c in chunks if c.num_new > 1 or c.end < c.request.num_known)
         promised = sum(self._pages_to_come(request) for request in self.running)
         for request in self.waiting.in_order():
-            if (budget is not None and budget <= 0) or not self.allocator.rows.num_free:
+            if budget is not None and budget <= 0:
                 return
             chunk = self._try_admit(request, budget, promised)
+            while chunk is None and (victim := self._preempted_by(request, chunks)) is not None:
+                self.retract(victim)
+                promised = sum(self._pages_to_come(other) for other in self.running)
+                chunk = self._try_admit(request, budget, promised)
             if chunk is None:
                 return
             chunks.append(chunk)
@@ -191,15 +214,33 @@ class Scheduler:
             if budget is not None:
                 budget -= chunk.num_new
 
+    def _preempted_by(self, request: Request, chunks: list[Chunk]) -> Request | None:
+        """A running request that gives way to one of clearly higher priority; none that is in this step already."""
+        if self.waiting.policy != "priority":
+            return None
+        planned = {chunk.request.id for chunk in chunks if chunk.request.kv.kv_scheduled_len == 0}
+        lesser = [
+            other
+            for other in self.running
+            if other.priority + self._preemption_threshold < request.priority and other.id not in planned
+        ]
+        victim = min(lesser, key=_loss, default=None)
+        if victim is not None:
+            chunks[:] = [chunk for chunk in chunks if chunk.request is not victim]
+        return victim
+
     def _try_admit(self, request: Request, budget: int | None, promised: int) -> Chunk | None:
         """Lock the request's cached prefix and take row and pages of its first chunk, or change nothing."""
         allocator = self.allocator
-        lock = allocator.tree.lock(allocator.match(request.tokens, request.namespace), count_hit=True)
+        if not allocator.rows.num_free:
+            return None
+        match = allocator.match(request.tokens[: request.max_cached_len + 1], request.namespace)
+        lock = allocator.tree.lock(match, count_hit=True)
         start = lock.num_pages * self._page_size
         num_new = self._chunk_len(start, request.num_known - start, budget)
         # Alone it needs its known tokens only; beside others, what everybody will probably use must fit.
         length = self._estimate.expected_len(request) if self.running else request.num_known
-        needed = page_count(length, self._page_size) - lock.num_pages
+        needed = page_count(length, self._page_size) - lock.num_pages + self._pages_of_siblings(request)
         if num_new == 0 or needed + promised > allocator.num_available:
             allocator.tree.unlock(lock)
             return None
@@ -207,11 +248,13 @@ class Scheduler:
         if not self._take(plan([extend(request.kv, start + num_new, prefix)])):
             allocator.tree.unlock(lock)
             return None
-        self.waiting.remove(request)
+        self.waiting.admitted(request)
         request.lock = lock
         request.status = RequestStatus.RUNNING
         if request.cached_tokens is None:
             request.cached_tokens = start
+            self.num_prompt_tokens += request.prompt_len
+            self.num_cached_tokens += start
             request.timings.scheduled_s = self._clock()
         self.running.append(request)
         return Chunk(request, num_new)
@@ -227,36 +270,16 @@ class Scheduler:
     def _pages_to_come(self, request: Request) -> int:
         """Pages that a running request will probably still take."""
         length = max(self._estimate.expected_len(request), request.kv.kv_allocated_len)
-        return page_count(length - request.kv.kv_allocated_len, self._page_size)
+        return page_count(length - request.kv.kv_allocated_len, self._page_size) + self._pages_of_siblings(request)
+
+    def _pages_of_siblings(self, request: Request) -> int:
+        """Pages that answers which start from this request's prompt will probably take of their own."""
+        shared = floor_page(request.prompt_len, self._page_size)
+        lengths = (self._estimate.expected_len(sibling) - shared for sibling in request.siblings)
+        return sum(page_count(length, self._page_size) for length in lengths) if self.running else 0
 
     def _cached_pages(self, request: Request) -> int:
-        return self.allocator.match(request.tokens, request.namespace).num_pages
-
-    def _step_input(self, chunks: list[Chunk]) -> StepInput:
-        """The message of chunks that were scheduled; rows, lengths and tokens as columns."""
-        requests = [chunk.request for chunk in chunks]
-        num_new = [chunk.num_new for chunk in chunks]
-        ends = [request.kv.kv_scheduled_len for request in requests]
-        tokens = [r.tokens[end - n : end] for r, n, end in zip(requests, num_new, ends, strict=True)]
-        is_sampled = [request.num_known == end for request, end in zip(requests, ends, strict=True)]
-        sampled = [request for request, samples in zip(requests, is_sampled, strict=True) if samples]
-        self._step_id += 1
-        return StepInput(
-            step_id=self._step_id,
-            rows=np.array([request.kv.row for request in requests], dtype=np.int32),
-            starts=np.array(ends, dtype=np.int32) - np.array(num_new, dtype=np.int32),
-            num_new=np.array(num_new, dtype=np.int32),
-            token_ids=np.concatenate(tokens),
-            is_sampled=np.array(is_sampled, dtype=np.bool_),
-            sampling=SamplingColumns(
-                temperature=np.array([request.params.temperature for request in sampled], dtype=np.float32),
-                top_k=np.array([request.params.top_k for request in sampled], dtype=np.int32),
-                top_p=np.array([request.params.top_p for request in sampled], dtype=np.float32),
-                seed=np.array([request.seed for request in sampled], dtype=np.uint64),
-                position=np.array([request.num_known for request in sampled], dtype=np.int64),
-            ),
-            table_changes=self.allocator.rows.take_changes(),
-        )
+        return self.allocator.match(request.tokens[: request.max_cached_len + 1], request.namespace).num_pages
 
     # Results.
 
@@ -267,45 +290,73 @@ class Scheduler:
         assert launched.step.step_id == output.step_id
         self._launched = None
         self.allocator.families.lift(launched.fences)
-        changed = []
+        changed: list[Request] = []
         token_ids = iter(output.token_ids.tolist())
         rows = zip(launched.chunks, output.num_tokens.tolist(), output.is_finite.tolist(), strict=True)
-        for chunk, num_tokens, is_finite in rows:
-            new_tokens = [next(token_ids) for _ in range(num_tokens)]
-            if self._result_of(chunk, new_tokens, is_finite):
-                changed.append(chunk.request)
+        results = [(chunk, [next(token_ids) for _ in range(n)], is_finite) for chunk, n, is_finite in rows]
+        if output.scores is not None:
+            new_token = {chunk.request.id: tokens[0] for chunk, tokens, _ in results if tokens}
+            deliver_scores(launched.scored, output.scores, new_token)
+        for chunk, new_tokens, is_finite in results:
+            changed += self._result_of(chunk, new_tokens, is_finite)
         return changed
 
-    def _result_of(self, chunk: Chunk, new_tokens: list[int], is_finite: bool) -> bool:
-        """Commit one request's part of a step; True when it has a new token or ended."""
+    def _result_of(self, chunk: Chunk, new_tokens: list[int], is_finite: bool) -> list[Request]:
+        """Commit one request's part of a step; returns it when it has a new token or ended, with what ended with it."""
         request = chunk.request
         request.kv.commit(request.kv.kv_scheduled_len)
         if request.abort_requested:
-            self._end(request, Finish("abort"))
-            return True
+            return self._end(request, Finish("abort"))
         if not is_finite:
             message = "the model's logits are not finite (NaN or inf); its KV was not cached"
-            self._end(request, Finish("error", message=message), publish=False)
-            return True
+            return self._end(request, Finish("error", message=message), publish=False)
         if chunk.num_new > 1 or request.num_output == 0:
             self._publish(request)
+        if new_tokens and request.siblings:
+            self._fork_siblings(request)
         for token_id in new_tokens:
             if request.num_output == 0:
                 request.timings.first_token_s = self._clock()
             finish = request.append(token_id)
             if finish is not None:
-                self._end(request, finish)
-                break
-        return bool(new_tokens)
+                return self._end(request, finish)
+        return [request] if new_tokens else []
 
-    def _end(self, request: Request, finish: Finish, *, publish: bool = True) -> Request:
+    def _fork_siblings(self, request: Request) -> None:
+        """Let the other answers start from the prompt's KV: each computes the last prompt token and draws its own."""
+        siblings, request.siblings = request.siblings, ()
+        for sibling in siblings:
+            if sibling.status is not RequestStatus.FORKING:
+                continue
+            if request.scores is not None and sibling.scores is not None:
+                sibling.scores.prompt = list(request.scores.prompt)
+            length = request.prompt_len - 1
+            try:
+                assert request.lock is not None
+                if length:
+                    sibling.lock = self.allocator.fork(request.kv, request.lock, sibling.kv, length)
+            except (OutOfRows, OutOfPages):
+                pass  # it waits like any other and finds the prompt in the tree
+            if sibling.lock is None:
+                sibling.status = RequestStatus.WAITING
+                self.waiting.add(sibling)
+                continue
+            sibling.status = RequestStatus.RUNNING
+            sibling.cached_tokens = length
+            sibling.timings.scheduled_s = self._clock()
+            self.running.append(sibling)
+
+    def _end(self, request: Request, finish: Finish, *, publish: bool = True) -> list[Request]:
+        """End a request, and the answers that would have started from its prompt; returns them all."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         self._let_go(request, publish=publish)
         request.status = RequestStatus.FINISHED
         request.finish = finish
         request.timings.finished_s = self._clock()
-        return request
+        siblings, request.siblings = request.siblings, ()
+        waiting = [sibling for sibling in siblings if sibling.status is RequestStatus.FORKING]
+        return [request, *(ended for sibling in waiting for ended in self._end(sibling, finish))]
 
     def _publish(self, request: Request) -> None:
         assert request.lock is not None

@@ -24,6 +24,7 @@ from gguf.constants import GGML_QUANT_SIZES, MODEL_TENSOR, TENSOR_NAMES, GGMLQua
 from gguf.quants import dequantize
 
 from engine.errors import ModelLoadError
+from engine.models.architectures import ARCHITECTURES
 from engine.models.config import ModelConfig
 
 # Types that are read as they are; the others here are dequantised to float32.
@@ -46,10 +47,19 @@ _BLOCK_TENSORS = {
     MODEL_TENSOR.ATTN_K: "self_attn.k_proj",
     MODEL_TENSOR.ATTN_V: "self_attn.v_proj",
     MODEL_TENSOR.ATTN_OUT: "self_attn.o_proj",
+    MODEL_TENSOR.ATTN_Q_NORM: "self_attn.q_norm",
+    MODEL_TENSOR.ATTN_K_NORM: "self_attn.k_norm",
     MODEL_TENSOR.FFN_NORM: "post_attention_layernorm",
     MODEL_TENSOR.FFN_GATE: "mlp.gate_proj",
     MODEL_TENSOR.FFN_UP: "mlp.up_proj",
     MODEL_TENSOR.FFN_DOWN: "mlp.down_proj",
+}
+# Of models with experts; one tensor [experts, out, in] for all of a layer, where "{}" is the expert's number.
+_EXPERT_TENSORS = {
+    MODEL_TENSOR.FFN_GATE_INP: "mlp.gate",
+    MODEL_TENSOR.FFN_GATE_EXP: "mlp.experts.{}.gate_proj",
+    MODEL_TENSOR.FFN_UP_EXP: "mlp.experts.{}.up_proj",
+    MODEL_TENSOR.FFN_DOWN_EXP: "mlp.experts.{}.down_proj",
 }
 _ROPE_FREQS = f"{TENSOR_NAMES[MODEL_TENSOR.ROPE_FREQS]}.weight"
 
@@ -107,14 +117,18 @@ class GgufSource:
             raise ModelLoadError(f"{path}: {error}") from error
         if self.config.num_layers > len(tensors):
             raise ModelLoadError(f"{path}: {self.config.num_layers} layers but only {len(tensors)} tensors")
-        known = canonical_names(self.config.num_layers)
+        known = canonical_names(self.config.num_layers, has_experts=self.config.moe is not None)
         unknown = [name for name in shapes if name not in known and name != _ROPE_FREQS]
         if unknown:
             raise ModelLoadError(
                 f"{path}: {len(unknown)} tensors have no place in a {self.config.num_layers}-layer "
                 f"{self.config.architecture}: {', '.join(unknown[:8])}"
             )
-        self._tensors = {known[tensor.name]: tensor for tensor in tensors if tensor.name != _ROPE_FREQS}
+        self._tensors: dict[str, GgufTensor] = {}
+        for tensor in tensors:
+            if tensor.name != _ROPE_FREQS:
+                self._tensors |= self._named(known[tensor.name], tensor)
+        self._is_permuted = ARCHITECTURES[self.config.architecture].gguf_permuted
 
     def names(self) -> frozenset[str]:
         """Hugging Face names of all tensors."""
@@ -122,16 +136,31 @@ class GgufSource:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor once, in file order: float16 and bfloat16 as saved, the rest float32."""
-        heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}
+        permuted = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads} if self._is_permuted else {}
         for name, entry in self._tensors.items():
             tensor = self._read(entry)
-            num_heads = heads.get(name.split(".")[-2])
+            num_heads = permuted.get(name.split(".")[-2])
             if num_heads is not None:
                 rows = num_heads * self.config.head_dim
                 if tensor.shape[0] != rows:
                     raise ModelLoadError(f"{self.path}: {entry.name} has shape {entry.shape}: needs {rows} rows")
                 tensor = unpermute_rope(tensor, num_heads)
             yield name, tensor
+
+    def _named(self, name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
+        """Hugging Face name -> where it lies; an expert tensor is as many as the layer has experts, end to end."""
+        if "{}" not in name:
+            return {name: tensor}
+        num_experts = self.config.moe.num_experts if self.config.moe is not None else 0
+        if len(tensor.shape) != 3 or tensor.shape[0] != num_experts:
+            raise ModelLoadError(f"{self.path}: {tensor.name} has shape {tensor.shape}: needs ({num_experts}, out, in)")
+        size = tensor.num_bytes // num_experts
+        return {
+            name.format(expert): replace(
+                tensor, shape=tensor.shape[1:], offset=tensor.offset + expert * size, num_bytes=size
+            )
+            for expert in range(num_experts)
+        }
 
     def _read(self, entry: GgufTensor) -> torch.Tensor:
         raw = np.frombuffer(self._file, np.uint8, entry.num_bytes, entry.offset)
@@ -144,11 +173,13 @@ class GgufSource:
         return flat.reshape(entry.shape)
 
 
-def canonical_names(num_layers: int) -> dict[str, str]:
-    """GGUF tensor name -> Hugging Face name, for every tensor that a llama of `num_layers` may have."""
+def canonical_names(num_layers: int, has_experts: bool = False) -> dict[str, str]:
+    """GGUF tensor name -> Hugging Face name, for every tensor that a model of `num_layers` may have; whether this model
+    has it is for the loader to say. The name of an expert tensor has "{}" where the expert's number goes."""
     stems = {TENSOR_NAMES[tensor]: name for tensor, name in _GLOBAL_TENSORS.items()}
+    tensors = _BLOCK_TENSORS | _EXPERT_TENSORS if has_experts else _BLOCK_TENSORS
     for layer in range(num_layers):
-        for tensor, name in _BLOCK_TENSORS.items():
+        for tensor, name in tensors.items():
             stems[TENSOR_NAMES[tensor].format(bid=layer)] = f"model.layers.{layer}.{name}"
     return {f"{old}.{kind}": f"{new}.{kind}" for old, new in stems.items() for kind in ("weight", "bias")}
 

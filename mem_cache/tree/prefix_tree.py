@@ -158,19 +158,32 @@ class PrefixTree:
             path[-1] = self._split_at(path, match.num_pages)
             self._touch(path)
         for node in path:
+            node.hits += count_hit
+        return self._lock_path(path, match.num_pages)
+
+    def lock_again(self, receipt: LockReceipt) -> LockReceipt:
+        """A second receipt for what the first one keeps. Raises LockError when the first is not out."""
+        self._check_out(receipt)
+        path = []
+        node = receipt.node
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return self._lock_path(path[::-1], receipt.num_pages)
+
+    def _lock_path(self, path: list[Node], num_pages: int) -> LockReceipt:
+        for node in path:
             if node.lock_count == 0:
                 self.num_evictable -= node.num_pages
                 self.num_protected += node.num_pages
             node.lock_count += 1
-            node.hits += count_hit
-        receipt = LockReceipt(path[-1] if path else self._root, match.num_pages)
+        receipt = LockReceipt(path[-1] if path else self._root, num_pages)
         self._receipts.add(receipt)
         return receipt
 
     def unlock(self, receipt: LockReceipt) -> None:
         """Give a receipt back. Raises LockError, changing nothing, when it is not out."""
-        if receipt not in self._receipts:
-            raise LockError(f"no such lock is held: {receipt.num_pages} pages; it was given back already or is foreign")
+        self._check_out(receipt)
         self._receipts.remove(receipt)
         node = receipt.node
         while node.parent is not None:
@@ -180,6 +193,10 @@ class PrefixTree:
                 self.num_evictable += node.num_pages
                 self._enqueue(node)
             node = node.parent
+
+    def _check_out(self, receipt: LockReceipt) -> None:
+        if receipt not in self._receipts:
+            raise LockError(f"no such lock is held: {receipt.num_pages} pages; it was given back already or is foreign")
 
     def evict(self, num_pages: int) -> int:
         """Let unlocked pages go, leaf tails first in the policy's order, until `num_pages` are gone.

@@ -1,9 +1,10 @@
 """Tiny models on disk, written once a session."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tiny_models import save_tiny_llama
+from tiny_models import save_tiny_llama, save_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -11,6 +12,29 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer Llama with random weights and a byte-level tokenizer."""
     path = tmp_path_factory.mktemp("tiny-llama")
     save_tiny_llama(path)
+    return path
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "windowed": (
+        "qwen3",
+        {
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "moe": ("qwen3moe", {"num_experts": 8, "mlp_only_layers": [0]}),
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with windows of 40 tokens in two of three layers, and one with experts."""
+    architecture, overrides = VARIANTS[request.param]
+    path = tmp_path_factory.mktemp(f"tiny-{request.param}")
+    save_tiny_model(path, architecture, seed=4, **overrides)
     return path
 
 

@@ -10,30 +10,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import GREEDY, assert_idle, make_llm, outputs, prompts_with_shared_heads, run
+from harness import add, assert_idle, force_retractions, make_llm, outputs, prompts_with_shared_heads, run
 
-from engine import LLM
-from engine.request import Request, RequestStatus
+from engine.request import Request
 
 PROMPTS = prompts_with_shared_heads(seed=7, n=13)
 
 
-@pytest.fixture(scope="module")
-def expected(tiny_path: Path) -> list[list[int]]:
-    llm = make_llm(tiny_path, page_size=1, disable_radix_cache=True, chunked_prefill_size=-1)
+def plain_outputs(path: Path) -> list[list[int]]:
+    llm = make_llm(path, page_size=1, disable_radix_cache=True, chunked_prefill_size=-1)
     return [outputs(run(llm, [prompt]))[0] for prompt in PROMPTS]
 
 
-def force_retractions(llm: LLM, every: int, limit: int = 40):
-    """Send a random running request back every few steps, `limit` times."""
-    rng = np.random.default_rng(0)
+@pytest.fixture(scope="module")
+def expected(tiny_path: Path) -> list[list[int]]:
+    return plain_outputs(tiny_path)
 
-    def between(step: int, requests: list[Request]) -> None:
-        running = [request for request in requests if request.status is RequestStatus.RUNNING]
-        if running and step % every == 0 and llm.stats()["num_retracted_total"] < limit:
-            llm.core.scheduler.retract(running[rng.integers(len(running))])
 
-    return between
+@pytest.fixture(scope="module")
+def variant_expected(variant_path: Path) -> list[list[int]]:
+    return plain_outputs(variant_path)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 128])
@@ -56,6 +52,20 @@ def test_forced_retraction_changes_no_token(tiny_path, expected, page_size, no_c
     requests = run(llm, PROMPTS, between=force_retractions(llm, every))
     assert outputs(requests) == expected
     assert llm.stats()["num_retracted_total"] > 5
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 128])
+@pytest.mark.parametrize("no_cache", [False, True], ids=["tree", "no-tree"])
+@pytest.mark.parametrize("retract", [False, True], ids=["", "retracted"])
+def test_windows_and_experts_change_no_rule(variant_path, variant_expected, page_size, no_cache, retract):
+    llm = make_llm(variant_path, page_size=page_size, chunked_prefill_size=48, disable_radix_cache=no_cache)
+    between = force_retractions(llm, every=2) if retract else None
+    for _ in range(2):  # the second time from the cache
+        requests = run(llm, PROMPTS, between=between)
+        assert outputs(requests) == variant_expected
+    assert any(request.cached_tokens for request in requests) is not no_cache
+    assert (llm.stats()["num_retracted_total"] > 5) is retract
     assert_idle(llm)
 
 
@@ -93,7 +103,7 @@ def test_late_arrivals_change_no_token(tiny_path, expected):
     while waiting or llm.core.has_work:
         if waiting and step % 3 == 0:
             index, prompt = waiting.pop(0)
-            done[index] = llm.core.add(np.array(prompt, dtype=np.int32), GREEDY)
+            done[index] = add(llm, prompt)
         llm.core.step()
         step += 1
     assert [done[i].output_ids for i in range(len(PROMPTS))] == expected

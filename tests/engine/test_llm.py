@@ -163,7 +163,7 @@ def test_a_character_is_shown_when_its_last_byte_is_there(llm: LLM) -> None:
 
 def _force(llm: LLM, tokens: list[int]) -> Callable[[], None]:
     """Make the next decode choose `tokens` in turn; returns what ends it."""
-    forward, left = llm.core.runner.model.forward, iter(tokens)
+    forward, left = llm.core.runner.model.logits, iter(tokens)
 
     def forced(*args: Any) -> Any:
         logits = forward(*args)
@@ -172,10 +172,10 @@ def _force(llm: LLM, tokens: list[int]) -> Callable[[], None]:
             logits[:, next(left)] = 1.0
         return logits
 
-    llm.core.runner.model.forward = forced  # type: ignore[method-assign]
+    llm.core.runner.model.logits = forced  # type: ignore[method-assign]
 
     def restore() -> None:
-        del llm.core.runner.model.forward
+        del llm.core.runner.model.logits
 
     return restore
 
@@ -448,13 +448,13 @@ def test_an_unknown_model_is_refused_with_the_known_ones(tmp_path: Path) -> None
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tiny_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"'FooForCausalLM' is unknown; the known ones are: .*LlamaForCausalLM"):
+    with pytest.raises(ModelLoadError, match=r"'FooForCausalLM'\]: needs an architecture .*LlamaForCausalLM"):
         make_llm(copied(tiny_path, tmp_path, architectures=["FooForCausalLM"]))
 
 
 def test_an_unknown_rope_is_refused_with_the_known_ones(tiny_path: Path, tmp_path: Path) -> None:
-    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
-    with pytest.raises(ModelLoadError, match=r"rope_type='yarn'.*default, linear, llama3"):
+    rope = {"rope_type": "spiral", "factor": 4.0, "rope_theta": 10000.0}
+    with pytest.raises(ModelLoadError, match=r"rope_type='spiral'.*default, linear, dynamic, yarn, llama3, longrope"):
         make_llm(copied(tiny_path, tmp_path, rope_parameters=rope))
 
 

@@ -3,79 +3,101 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from harness import make_llm, outputs, run
-from tiny_models import save_tiny_llama
+from reference_logits import NEAR_TIE, assert_logits_equal
+from tiny_models import YARN, save_tiny_llama, save_tiny_model
 
 from engine import LLM, SamplingParams
 
-TOLERANCE = 2e-4
-"""Largest difference of a logit, as a share of the largest logit."""
-
-NEAR_TIE = 1e-3
-"""Two best logits closer than this may come out in either order; a comparison of tokens ends there."""
-
-CONFIGS = {
-    "tied": {},
-    "untied": {"tie_word_embeddings": False},
-    "one kv head": {"num_key_value_heads": 1},
-    "no grouping": {"num_key_value_heads": 6},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "wide head": {"head_dim": 32},
-    "rope linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
-    "rope llama3": {
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "rope_theta": 500000.0,
-        }
-    },
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.25, 1.5, 2.0],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "rope_theta": 10000.0,
 }
+WINDOW = {"use_sliding_window": True, "sliding_window": 20}
+MIXED = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
-
-def logits_of_steps(llm: LLM, prompt: list[int], num_steps: int) -> tuple[torch.Tensor, list[int]]:
-    """Next-token logits after the prompt and after each generated token, [num_steps, vocab], and the tokens."""
-    seen: list[torch.Tensor] = []
-    forward = llm.core.runner.forward
-
-    def watched(step):
-        logits = forward(step)
-        seen.append(logits.clone())
-        return logits
-
-    llm.core.runner.forward = watched
-    [request] = run(llm, [prompt], SamplingParams(temperature=0.0, max_new_tokens=num_steps, ignore_eos=True))
-    return torch.cat(seen), request.output_ids
-
-
-def assert_logits_equal(llm: LLM, reference: torch.nn.Module, prompt: list[int], num_steps: int = 64) -> None:
-    got, tokens = logits_of_steps(llm, prompt, num_steps)
-    with torch.inference_mode():
-        whole = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :].float()
-    assert got.shape == whole.shape
-    assert (got - whole).abs().max() < TOLERANCE * whole.abs().max()
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("llama", {}),
+    "untied": ("llama", {"tie_word_embeddings": False}),
+    "one kv head": ("llama", {"num_key_value_heads": 1}),
+    "no grouping": ("llama", {"num_key_value_heads": 6}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "wide head": ("llama", {"head_dim": 32}),
+    "mistral": ("mistral", {}),
+    "mistral untied without a window": ("mistral", {"sliding_window": None, "tie_word_embeddings": False}),
+    "mistral with a window of one": ("mistral", {"sliding_window": 1}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 untied with an upper window": ("qwen2", WINDOW | {"max_window_layers": 1, "tie_word_embeddings": False}),
+    "qwen2 mixed layers": ("qwen2", WINDOW | MIXED),
+    "qwen3": ("qwen3", {}),
+    "qwen3 untied with biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
+    "qwen3 mixed layers": ("qwen3", WINDOW | MIXED),
+    "qwen3 mixed layers yarn": ("qwen3", WINDOW | MIXED | {"rope_parameters": YARN, "max_position_embeddings": 256}),
+    "qwen3moe": ("qwen3moe", {}),
+    "qwen3moe untied without normalisation": ("qwen3moe", {"norm_topk_prob": False, "tie_word_embeddings": False}),
+    "qwen3moe with a plain layer": ("qwen3moe", {"mlp_only_layers": [0]}),
+    "qwen3moe sparse with a window": ("qwen3moe", WINDOW | {"num_hidden_layers": 3, "decoder_sparse_step": 2}),
+    "rope linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
+    "rope dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}}),
+    "rope dynamic stretched": (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+            "max_position_embeddings": 64,
+        },
+    ),
+    "rope yarn": ("llama", {"rope_parameters": YARN, "max_position_embeddings": 256}),
+    "rope yarn with all options": (
+        "llama",
+        {
+            "rope_parameters": YARN
+            | {"mscale": 0.7, "mscale_all_dim": 1.5, "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False},
+            "max_position_embeddings": 256,
+        },
+    ),
+    "rope longrope": ("llama", {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 64}}),
+    "rope longrope short": ("llama", {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 256}}),
+    "rope llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 500000.0,
+            }
+        },
+    ),
+}
+CONTEXT_LENGTHS = {"rope dynamic stretched": 200, "rope longrope short": 256}
+"""Where a rope depends on the context and the one asked for is not the model's own."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("chunk", [-1, 7])
 def test_tiny_logits_equal_transformers(tmp_path, name, chunk):
-    reference = save_tiny_llama(tmp_path, seed=len(name), **CONFIGS[name])
+    architecture, overrides = CONFIGS[name]
+    reference = save_tiny_model(tmp_path, architecture, seed=len(name), **overrides)
     prompt = np.random.default_rng(1).integers(3, 300, 75).tolist()
-    llm = make_llm(tmp_path, chunked_prefill_size=chunk)
-    assert_logits_equal(llm, reference, prompt)
-    assert_logits_equal(llm, reference, prompt)  # once more, from the cache
+    context = CONTEXT_LENGTHS.get(name)
+    llm = make_llm(tmp_path, chunked_prefill_size=chunk, context_length=context)
+    for _ in range(2):  # once more, from the cache
+        assert_logits_equal(llm, reference, prompt, num_steps=32, reference_len=context or 0)
 
 
 def test_rope_scaling_that_is_ignored_would_be_seen(tmp_path):
-    reference = save_tiny_llama(tmp_path, **CONFIGS["rope linear"])
+    reference = save_tiny_llama(tmp_path, **CONFIGS["rope linear"][1])
     llm = make_llm(tmp_path)
-    llm.core.runner.model._frequencies *= 4.0
+    llm.core.runner.model.rope.frequencies.mul_(4.0)
     with pytest.raises(AssertionError):
         assert_logits_equal(llm, reference, list(range(3, 60)), num_steps=4)
 

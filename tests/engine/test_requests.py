@@ -478,7 +478,7 @@ def test_a_request_id_is_taken_until_its_request_has_ended(llm):
 
 def spoil(llm: LLM, at_step: int, change: Callable[[torch.Tensor], None]) -> None:
     """Change the logits of the step `at_step` (counted from now) before they are sampled."""
-    forward, steps = llm.core.runner.model.forward, count()
+    forward, steps = llm.core.runner.model.logits, count()
 
     def spoiled(*args: Any) -> torch.Tensor:
         logits = forward(*args)
@@ -486,7 +486,7 @@ def spoil(llm: LLM, at_step: int, change: Callable[[torch.Tensor], None]) -> Non
             change(logits)
         return logits
 
-    llm.core.runner.model.forward = spoiled  # type: ignore[method-assign]
+    llm.core.runner.model.logits = spoiled  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -582,7 +582,7 @@ def test_a_token_that_the_model_forbids_is_no_error(llm, params):
 def test_padded_ids_of_the_vocabulary_are_never_chosen(llm, params, value):
     assert llm.core.vocab_size == llm.tokenizer.vocab_size == 300
     clean = one(llm, PROMPT, params).output_ids
-    forward = llm.core.runner.model.forward
+    forward = llm.core.runner.model.logits
 
     def loud(*args: Any) -> torch.Tensor:
         logits = forward(*args)
@@ -590,7 +590,7 @@ def test_padded_ids_of_the_vocabulary_are_never_chosen(llm, params, value):
         logits[:, 300:] = value
         return logits
 
-    llm.core.runner.model.forward = loud
+    llm.core.runner.model.logits = loud
     request = one(llm, PROMPT, params)
     assert finish_of(request) == ("length", None)
     assert request.output_ids == clean

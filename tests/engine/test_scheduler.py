@@ -198,16 +198,17 @@ def test_a_stream_that_is_retracted_after_any_token_repeats_and_loses_nothing(ti
     assert_idle(llm)
 
 
-def test_retracted_requests_come_back_before_every_waiting_one_whatever_the_policy():
+def test_retracted_requests_come_back_before_every_waiting_one_of_their_priority():
     @dataclass
     class Waiting:
         id: str
         priority: int
         arrival: int
+        passed_over: int = 0
 
     for policy in POLICIES:
         queue = WaitingQueue(policy, lambda request: request.arrival)
-        fresh = [Waiting(f"fresh{i}", 9, i) for i in range(3)]
+        fresh = [Waiting(f"fresh{i}", 0 if policy == "priority" else 9, i) for i in range(3)]
         back = [Waiting(f"back{i}", 0, 10 + i) for i in range(2)]
         for request in fresh:
             queue.add(request)  # type: ignore[arg-type]
@@ -401,7 +402,7 @@ def test_fcfs_serves_by_arrival_whatever_is_cached(tiny_path):
 def test_lpm_serves_a_long_queue_by_arrival():
     class Waiting:
         def __init__(self, number: int) -> None:
-            self.id, self.number = str(number), number
+            self.id, self.number, self.passed_over = str(number), number, 0
 
     queue = WaitingQueue("lpm", lambda request: request.number)  # type: ignore[attr-defined]
     for number in range(LPM_LIMIT):

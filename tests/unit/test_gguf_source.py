@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType, GGUFValueType, dequantize, quantize
 from gguf.quants import quant_shape_to_byte_shape
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny_ggufs import permute_rope
 
 from engine.errors import ModelLoadError
 from engine.weights.catalog import cache_dir, list_entries
@@ -93,12 +94,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", tiny_weights())
 
 
-def permute_as_the_converter_does(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Hugging Face rows (a head's first half, then its second) to llama.cpp's interleaved pairs."""
-    halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
-    return halves.swapaxes(1, 2).reshape(weight.shape)
-
-
 def test_every_tensor_comes_out_once_under_its_hugging_face_name(tiny):
     weights = tiny_weights()
     source = open_source(tiny)
@@ -133,13 +128,13 @@ def test_query_and_key_rows_return_to_the_hugging_face_order(tmp_path):
     key = rng.standard_normal((KV_HEADS * HEAD_DIM, HIDDEN), dtype=np.float32)
     bias = rng.standard_normal(HEADS * HEAD_DIM, dtype=np.float32)
     stored = tiny_weights() | {
-        "blk.0.attn_q.weight": permute_as_the_converter_does(query, HEADS),
-        "blk.0.attn_k.weight": permute_as_the_converter_does(key, KV_HEADS),
-        "blk.0.attn_q.bias": permute_as_the_converter_does(bias, HEADS),
+        "blk.0.attn_q.weight": permute_rope(query, HEADS),
+        "blk.0.attn_k.weight": permute_rope(key, KV_HEADS),
+        "blk.0.attn_q.bias": permute_rope(bias, HEADS),
     }
     source = GgufSource(write_gguf(tmp_path / "m.gguf", stored))
     loaded = dict(source.tensors())
-    assert source.config.attention_bias
+    assert (source.config.qkv_bias, source.config.out_bias) == (True, False)
     for name, expected in (("q_proj.weight", query), ("k_proj.weight", key), ("q_proj.bias", bias)):
         assert torch.equal(loaded[f"model.layers.0.self_attn.{name}"], torch.from_numpy(expected))
 
@@ -195,7 +190,7 @@ def test_each_quantisation_gives_back_nearly_what_was_stored(kind, dtype, error,
 def test_rope_frequency_factors_go_to_the_config_and_not_to_the_tensors(tmp_path):
     factors = np.arange(1, HEAD_DIM // 2 + 1, dtype=np.float32)
     source = GgufSource(write_gguf(tmp_path / "m.gguf", tiny_weights() | {"rope_freqs.weight": factors}))
-    assert (source.config.rope.kind, source.config.rope.freq_factors) == ("freq_factors", tuple(factors.tolist()))
+    assert (source.config.rope.kind, source.config.rope.short_factors) == ("freq_factors", tuple(factors.tolist()))
     assert len(source.names()) == len(GGUF_SHAPES) == len(dict(source.tensors()))
 
 

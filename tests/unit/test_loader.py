@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine.errors import ModelLoadError
-from engine.models.config import ModelConfig, RopeConfig
+from engine.models.config import ModelConfig
+from engine.models.rope_config import RopeConfig
 from engine.weights.loader import LoadReport, load_weights
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -27,8 +28,12 @@ CONFIG = ModelConfig(
     rms_norm_eps=1e-5,
     rope=RopeConfig("default", 1e4),
     tie_word_embeddings=False,
-    attention_bias=False,
+    qkv_bias=False,
+    out_bias=False,
     mlp_bias=False,
+    qk_norm=False,
+    windows=(None,),
+    moe=None,
     hidden_act="silu",
     bos_token_id=None,
     eos_token_ids=(),

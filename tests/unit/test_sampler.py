@@ -32,6 +32,7 @@ def columns(asks: list[Ask]) -> SamplingColumns:
         temperature=np.array([ask.temperature for ask in asks], dtype=np.float32),
         top_k=np.array([ask.top_k for ask in asks], dtype=np.int32),
         top_p=np.array([ask.top_p for ask in asks], dtype=np.float32),
+        min_p=np.zeros(len(asks), dtype=np.float32),
         seed=np.array([ask.seed for ask in asks], dtype=np.uint64),
         position=np.array([ask.position for ask in asks], dtype=np.int64),
     )

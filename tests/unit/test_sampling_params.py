@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.errors import BadRequest
-from engine.sampling.params import MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
+from engine.sampling.params import MAX_SEED, MAX_TOKEN_IDS, SamplingParams
 
 INTEGER_LIMITS = {"max_new_tokens": (1, 2**31 - 1), "seed": (0, MAX_SEED)}
 NUMBER_LIMITS = {"temperature": (0.0, 100.0), "top_p": (1e-300, 1.0)}
@@ -102,8 +102,8 @@ def test_stop_strings_are_one_string_or_a_list() -> None:
 
 def test_stop_token_ids_are_a_short_list_of_ids() -> None:
     assert SamplingParams(stop_token_ids=[5, 0, 2**31 - 1]).stop_token_ids == (5, 0, 2**31 - 1)
-    assert len(SamplingParams(stop_token_ids=range(MAX_STOP_TOKEN_IDS)).stop_token_ids) == MAX_STOP_TOKEN_IDS
-    for wrong in ([-1], [2**31], [1.0], ["a"], [True], [None], [[1]], "12", 7, None, range(MAX_STOP_TOKEN_IDS + 1)):
+    assert len(SamplingParams(stop_token_ids=range(MAX_TOKEN_IDS)).stop_token_ids) == MAX_TOKEN_IDS
+    for wrong in ([-1], [2**31], [1.0], ["a"], [True], [None], [[1]], "12", 7, None, range(MAX_TOKEN_IDS + 1)):
         refuse("stop_token_ids", wrong)
 
 

@@ -1,0 +1,54 @@
+"""What happens to logits beside the choice: penalties and biases before it, logprobs of the model's own logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.step import LogitEdits, Scores
+
+
+def edited(logits: torch.Tensor, edits: LogitEdits) -> torch.Tensor:
+    """Penalties, then biases; a new tensor like `logits`, float32 [rows, vocab_size].
+
+    repetition: divides the logit of a token seen in prompt or output, multiplies it when it is negative
+    (CTRL, arXiv:1909.05858). presence, frequency: subtracted once, or for each time, for tokens of the output.
+    """
+    logits = logits.clone()
+    device = logits.device
+    if len(edits.row):
+        row, token_id = (torch.from_numpy(ids.astype(np.int64)).to(device) for ids in (edits.row, edits.token_id))
+        count = torch.from_numpy(edits.count).to(device)
+        repetition, presence, frequency = (
+            torch.from_numpy(column).to(device)[row] for column in (edits.repetition, edits.presence, edits.frequency)
+        )
+        seen = logits[row, token_id]
+        seen = torch.where(seen > 0, seen / repetition, seen * repetition)
+        logits[row, token_id] = seen - presence * (count > 0) - frequency * count
+    if len(edits.bias):
+        at = [torch.from_numpy(ids.astype(np.int64)).to(device) for ids in (edits.bias_row, edits.bias_token_id)]
+        logits.index_put_(tuple(at), torch.from_numpy(edits.bias).to(device), accumulate=True)
+    return logits
+
+
+def score(
+    logits: torch.Tensor, target: torch.Tensor, top_n: int, extra_row: torch.Tensor, extra_token_id: torch.Tensor
+) -> Scores:
+    """Logprobs of one token a row, of the best `top_n`, and of further ones.
+
+    Args:
+        logits: float32 [rows, vocab_size]; target: int64 [rows]; extra_row, extra_token_id: int64 [extras].
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    top, top_ids = torch.topk(logprobs, min(top_n, logits.shape[-1]), dim=-1)
+    return Scores(
+        chosen=logprobs.gather(-1, target[:, None])[:, 0].cpu().numpy(),
+        top_ids=top_ids.cpu().numpy().astype(np.int32),
+        top=top.cpu().numpy(),
+        extra=logprobs[extra_row, extra_token_id].cpu().numpy(),
+    )
+
+
+def joined(parts: list[Scores]) -> Scores:
+    """Scores one after another."""
+    return Scores(*(np.concatenate([getattr(part, name) for part in parts]) for name in Scores.__slots__))

@@ -1,0 +1,144 @@
+"""Writes a step: from chunks of requests to the columns of a `StepInput`, and logprobs back to their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.request import Request, TokenLogprob
+from engine.step import LogitEdits, SamplingColumns, ScoreColumns, Scores, StepInput
+from mem_cache.rows import PageCopy, TableChange
+
+
+class Chunk(NamedTuple):
+    """`num_new` tokens of one request in one step."""
+
+    request: Request
+    num_new: int
+
+    @property
+    def end(self) -> int:
+        """Tokens of the row that the step will have written."""
+        return self.request.kv.kv_scheduled_len + self.num_new
+
+
+class Score(NamedTuple):
+    """One logprob that a step reports: of the prompt's token at `position`, or of the request's next token (None)."""
+
+    request: Request
+    position: int | None
+
+
+def step_input(
+    step_id: int, chunks: Sequence[Chunk], changes: tuple[TableChange, ...], copies: tuple[PageCopy, ...]
+) -> tuple[StepInput, list[Score]]:
+    """The message of chunks that were scheduled, and what its scores will be of, in their order."""
+    requests = [chunk.request for chunk in chunks]
+    num_new = [chunk.num_new for chunk in chunks]
+    ends = [request.kv.kv_scheduled_len for request in requests]
+    tokens = [r.tokens[end - n : end] for r, n, end in zip(requests, num_new, ends, strict=True)]
+    is_sampled = [request.num_known == end for request, end in zip(requests, ends, strict=True)]
+    sampled = [request for request, samples in zip(requests, is_sampled, strict=True) if samples]
+    scores: ScoreColumns | None = None
+    scored: list[Score] = []
+    if any(request.scores is not None for request in requests):
+        scores, scored = _score_columns(chunks, sampled)
+    step = StepInput(
+        step_id=step_id,
+        rows=np.array([request.kv.row for request in requests], dtype=np.int32),
+        starts=np.array(ends, dtype=np.int32) - np.array(num_new, dtype=np.int32),
+        num_new=np.array(num_new, dtype=np.int32),
+        token_ids=np.concatenate(tokens),
+        is_sampled=np.array(is_sampled, dtype=np.bool_),
+        sampling=_sampling_columns(sampled),
+        table_changes=changes,
+        page_copies=copies,
+        edits=_edits(sampled),
+        scores=scores,
+    )
+    return step, scored
+
+
+def _sampling_columns(sampled: Sequence[Request]) -> SamplingColumns:
+    params = [request.params for request in sampled]
+    return SamplingColumns(
+        temperature=np.array([p.temperature for p in params], dtype=np.float32),
+        top_k=np.array([p.top_k for p in params], dtype=np.int32),
+        top_p=np.array([p.top_p for p in params], dtype=np.float32),
+        min_p=np.array([p.min_p for p in params], dtype=np.float32),
+        seed=np.array([request.seed for request in sampled], dtype=np.uint64),
+        position=np.array([request.num_known for request in sampled], dtype=np.int64),
+    )
+
+
+def _edits(sampled: Sequence[Request]) -> LogitEdits | None:
+    """Penalties, biases and forbidden stops; None when no request has any."""
+    seen: list[tuple[int, int, int]] = []
+    biases: list[tuple[int, int, float]] = []
+    for row, request in enumerate(sampled):
+        params = request.params
+        if params.has_penalty:
+            seen += [(row, token_id, count) for token_id, count in request.output_counts.items()]
+        biases += [(row, token_id, bias) for token_id, bias in params.logit_bias.items()]
+        if request.num_output < params.min_new_tokens:
+            biases += [(row, token_id, -np.inf) for token_id in request.stop_ids]
+    if not seen and not biases:
+        return None
+    rows = np.array(seen, dtype=np.int32).reshape(-1, 3)
+    bias_places = np.array([(row, token_id) for row, token_id, _ in biases], dtype=np.int32).reshape(-1, 2)
+    return LogitEdits(
+        row=rows[:, 0],
+        token_id=rows[:, 1],
+        count=rows[:, 2],
+        repetition=np.array([request.params.repetition_penalty for request in sampled], dtype=np.float32),
+        presence=np.array([request.params.presence_penalty for request in sampled], dtype=np.float32),
+        frequency=np.array([request.params.frequency_penalty for request in sampled], dtype=np.float32),
+        bias_row=bias_places[:, 0],
+        bias_token_id=bias_places[:, 1],
+        bias=np.array([bias for _, _, bias in biases], dtype=np.float32),
+    )
+
+
+def _score_columns(chunks: Sequence[Chunk], sampled: Sequence[Request]) -> tuple[ScoreColumns, list[Score]]:
+    """Prompt tokens that follow one of the step's tokens, then the tokens to be sampled, where they are wanted."""
+    scored: list[Score] = []
+    places: list[int] = []
+    first = 0  # place of the chunk's first token among the step's
+    for request, num_new in chunks:
+        end = request.kv.kv_scheduled_len
+        start = end - num_new
+        for position in range(max(request.next_scored, start + 1), min(end + 1, request.prompt_len)):
+            scored.append(Score(request, position))
+            places.append(first + position - 1 - start)
+        first += num_new
+    targets = [int(request.tokens[position]) for request, position in scored if position is not None]
+    rows = [row for row, request in enumerate(sampled) if request.params.return_logprob]
+    scored += [Score(sampled[row], None) for row in rows]
+    extras = [(i, token_id) for i, (request, _) in enumerate(scored) for token_id in request.params.token_ids_logprob]
+    columns = ScoreColumns(
+        place=np.array(places, dtype=np.int64),
+        target=np.array(targets, dtype=np.int32),
+        sampled_row=np.array(rows, dtype=np.int32),
+        top_n=max((request.params.top_logprobs_num for request, _ in scored), default=0),
+        extra_score=np.array([score for score, _ in extras], dtype=np.int32),
+        extra_token_id=np.array([token_id for _, token_id in extras], dtype=np.int32),
+    )
+    return columns, scored
+
+
+def deliver_scores(scored: Sequence[Score], scores: Scores, new_token: dict[str, int]) -> None:
+    """Append each logprob to its request. `new_token`: the step's token of each request that has one."""
+    extra = iter(scores.extra.tolist())
+    rows = zip(scored, scores.chosen.tolist(), scores.top_ids.tolist(), scores.top.tolist(), strict=True)
+    for (request, position), chosen, top_ids, top in rows:
+        params, own = request.params, request.scores
+        extras = tuple((token_id, next(extra)) for token_id in params.token_ids_logprob)
+        best = tuple(zip(top_ids, top, strict=True))[: params.top_logprobs_num]
+        if own is None:
+            continue
+        if position is not None:
+            own.prompt.append(TokenLogprob(int(request.tokens[position]), chosen, best, extras))
+        elif request.id in new_token:
+            own.output.append(TokenLogprob(new_token[request.id], chosen, best, extras))

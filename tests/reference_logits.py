@@ -1,0 +1,45 @@
+"""The engine's logits and greedy tokens beside those of a `transformers` model."""
+
+from __future__ import annotations
+
+import torch
+from harness import run
+
+from engine import LLM, SamplingParams
+
+TOLERANCE = 2e-4
+"""Largest difference of a logit, as a share of the largest logit."""
+
+NEAR_TIE = 1e-3
+"""Two best logits closer than this may come out in either order; a comparison of tokens ends there."""
+
+
+def logits_of_steps(llm: LLM, prompt: list[int], num_steps: int) -> tuple[torch.Tensor, list[int]]:
+    """Next-token logits after the prompt and after each generated token, [num_steps, vocab], and the tokens."""
+    seen: list[torch.Tensor] = []
+    forward = llm.core.runner.forward
+
+    def watched(step):
+        logits = forward(step)
+        seen.append(logits.clone())
+        return logits
+
+    llm.core.runner.forward = watched
+    [request] = run(llm, [prompt], SamplingParams(temperature=0.0, max_new_tokens=num_steps, ignore_eos=True))
+    return torch.cat(seen), request.output_ids
+
+
+def assert_logits_equal(
+    llm: LLM, reference: torch.nn.Module, prompt: list[int], num_steps: int = 64, reference_len: int = 0
+) -> None:
+    """Logits and tokens of a greedy run; the reference reads at least `reference_len` tokens, the last of no effect."""
+    got, tokens = logits_of_steps(llm, prompt, num_steps)
+    ids = prompt + tokens[:-1]
+    padding = [3] * (reference_len - len(ids))
+    with torch.inference_mode():
+        whole = reference(torch.tensor([ids + padding])).logits[0, len(prompt) - 1 : len(ids)].float()
+    assert got.shape == whole.shape
+    assert (got - whole).abs().max() < TOLERANCE * whole.abs().max()
+    best = whole[:, : llm.tokenizer.vocab_size].topk(2, dim=-1)
+    for token, pair, values in zip(tokens, best.indices.tolist(), best.values.tolist(), strict=True):
+        assert token == pair[0] or (token == pair[1] and values[0] - values[1] < NEAR_TIE)
