@@ -184,6 +184,7 @@ def play(llm: LLM, script: Script) -> tuple[list[Request], Counter[str]]:
             ask = waiting.pop(0)
             requests.append(add(llm, PROMPTS[ask.prompt], ask.params, priority=ask.priority))
             due = step + waiting[0].gap if waiting else 0
+        known = [request.num_output for request in requests]
         abort_due(step, False)
         for at, place in script.retractions:
             running = llm.core.scheduler.running
@@ -193,6 +194,8 @@ def play(llm: LLM, script: Script) -> tuple[list[Request], Counter[str]]:
         changed = llm.core.launch()
         abort_due(step, True)
         changed += llm.core.collect()
+        gained = [request.num_output - n for request, n in zip(requests, known, strict=True)]
+        assert set(gained) <= {0, 1}, "a step gives a token or none, and takes none away"
         ended.update(request.id for request in changed if request.finish is not None)
         if not waiting and not llm.core.has_work:
             return requests, ended
