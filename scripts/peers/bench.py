@@ -153,7 +153,7 @@ def lines_of(report: Report, measures: Sequence[str]) -> list[str]:
     lines.append(f"{'peer':<14}{'measure':<13}{'rung':>9}{'peer':>9}   ratio (min - max)       rounds")
     found = {(one.peer, one.measure): one for one in report.comparisons}
     for peer in report.versions:
-        for what in measures if peer != RUNG else ():
+        for what in measures if peer != RUNG and peer not in report.skipped else ():
             one = found.get((peer, what))
             if one is None:
                 lines.append(f"{peer:<14}{what:<13}  no round got {report.min_busy:.2f} CPU seconds a second for both")

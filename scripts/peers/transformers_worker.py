@@ -38,7 +38,7 @@ class TransformersEngine:
             token_ids = self._next(token_ids, cache)
             token_ids.tolist()
         timed = reply(len(prompts) * steps, watch)
-        cache.crop(len(prompts[0]))
+        cache.crop(-(WARM_STEPS + steps))  # a negative number: how many tokens to take off the end
         return timed
 
     @torch.inference_mode()
