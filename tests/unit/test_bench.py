@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from harness import make_llm
 from tiny_models import save_tiny_llama
 from typer.testing import CliRunner
@@ -31,6 +32,7 @@ from engine.bench_report import (
 )
 from engine.cli import app
 from engine.errors import BadRequest
+from engine.weights.source import open_source
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "peers"
 
@@ -267,6 +269,20 @@ def test_a_worker_gives_every_engine_the_same_prompts() -> None:
     assert worker.answer(Recorder(), {"do": "decode", "batch": 2, "context": 5, "steps": 3})["tokens"] == 6
     assert asked == [worker.prompt_of(7, 12, 1000), worker.prompt_of(0, 5, 1000), worker.prompt_of(1, 5, 1000)]
     assert all(100 <= token < 800 for prompt in asked for token in prompt)
+
+
+def test_converted_weights_are_the_sources_and_the_config_reads_back(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    convert = load("convert")
+    source, copied = open_source(tiny_path), open_source(convert.hf_directory(tiny_path, "float32", tmp_path / "copy"))
+    assert copied.config == source.config
+    wanted = dict(source.tensors())
+    assert copied.names() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in copied.tensors())
+    with pytest.raises(Exception, match="needs a GGUF file"):
+        convert.model_for("gguf", tiny_path, "float32", tmp_path)
 
 
 def test_a_peer_that_cannot_be_installed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
