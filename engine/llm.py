@@ -69,6 +69,7 @@ class LLM:
             kwargs["model"] = model
         self._parts = assemble(EngineConfig.from_kwargs(**kwargs), progress)
         self.core = self._parts.core
+        self.device = self._parts.device
         self.tokenizer = self._parts.tokenizer
         self.config = self._parts.config
         self.model_config = self._parts.model_config

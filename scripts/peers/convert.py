@@ -1,0 +1,108 @@
+"""The same weights in the forms that peers read: a Hugging Face directory and a GGUF file, both unquantised.
+
+The source is dequantised once; both forms hold exactly its values rounded to the dtype, which is also what Rung
+computes with. Norms stay float32 in GGUF, as llama.cpp wants them. Files are made once and kept in the cache folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from environments import SetupError
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
+from gguf.quants import dequantize, quantize
+from safetensors.torch import save_file
+
+from engine.models.config import ModelConfig
+from engine.weights.source import open_source
+
+_GGUF_TYPES = {
+    "bfloat16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
+    "float32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
+}
+
+
+def model_for(kind: str, source: Path, dtype: str, folder: Path) -> Path:
+    """The model as a peer reads it; see `environments.Peer.model_kind`.
+
+    Raises:
+        SetupError: the source has no such form.
+    """
+    if kind == "source":
+        return source
+    if kind == "directory":
+        return source if source.is_dir() else hf_directory(source, dtype, folder / f"{source.stem}-{dtype}")
+    if source.is_dir():
+        raise SetupError(f"needs a GGUF file; {source} is a directory")
+    return gguf_file(source, dtype, folder / f"{source.stem}-{dtype}.gguf")
+
+
+def hf_directory(source: Path, dtype: str, target: Path) -> Path:
+    """Write config and weights under Hugging Face names; no tokenizer, peers are given token ids."""
+    if (target / "config.json").exists():
+        return target
+    target.mkdir(parents=True, exist_ok=True)
+    opened = open_source(source)
+    to = getattr(torch, dtype)
+    weights = {name: tensor.to(to).contiguous() for name, tensor in opened.tensors()}
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    partial = target / "config.json.partial"
+    partial.write_text(json.dumps(hf_config(opened.config, dtype), indent=1))
+    os.replace(partial, target / "config.json")  # last: it says that the directory is complete
+    return target
+
+
+def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """`config.json` of a dense decoder whose rope is not scaled. Raises SetupError for any other."""
+    if config.rope.kind != "default":
+        raise SetupError(f"rope scaling {config.rope.kind!r} is not converted; give a Hugging Face directory")
+    shape = asdict(config)
+    same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings", "rms_norm_eps")
+    kept = {name: shape[name] for name in (*same, "tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act")}
+    return kept | {
+        "architectures": [config.architecture],
+        "model_type": config.architecture.removesuffix("ForCausalLM").lower(),
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "rope_theta": config.rope.theta,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_ids[0] if config.eos_token_ids else None,
+        "dtype": dtype,
+    }
+
+
+def gguf_file(source: Path, dtype: str, target: Path) -> Path:
+    """Rewrite a GGUF file with its matrices in `dtype`."""
+    if target.exists():
+        return target
+    matrix_type, file_type = _GGUF_TYPES[dtype]
+    reader = GGUFReader(source)
+    partial = target.with_suffix(".partial")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    writer = GGUFWriter(partial, reader.fields["general.architecture"].contents())
+    for key, entry in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture":
+            continue
+        value = int(file_type) if key == "general.file_type" else entry.contents()
+        sub_type = entry.types[-1] if entry.types[0] == GGUFValueType.ARRAY else None
+        writer.add_key_value(key, value, entry.types[0], sub_type=sub_type)
+    for tensor in reader.tensors:
+        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if values.ndim > 1 and matrix_type != GGMLQuantizationType.F32:
+            packed = quantize(values, matrix_type)
+            writer.add_tensor(tensor.name, packed, raw_shape=packed.shape, raw_dtype=matrix_type)
+        else:
+            writer.add_tensor(tensor.name, values, raw_dtype=GGMLQuantizationType.F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    os.replace(partial, target)
+    return target
