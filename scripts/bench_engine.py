@@ -79,7 +79,7 @@ def soak(llm: LLM, minutes: float) -> Result:
             head = heads[rng.integers(len(heads))]
             prompt = [*head, *rng.integers(100, 40_000, rng.integers(1, 200)).tolist()]
             params = SamplingParams(max_new_tokens=int(rng.integers(1, 120)), temperature=float(rng.random() < 0.5))
-            live.append(llm.core.add(np.array(prompt, dtype=np.int32), params).id)
+            live.append(llm.core.add(np.array(prompt, dtype=np.int32), params)[0].id)
             count += 1
         if live and rng.random() < 0.02:
             aborted += llm.core.abort(live[rng.integers(len(live))])

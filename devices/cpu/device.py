@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from devices.base import AttentionBackend, Capabilities, KvLayer, MemoryInfo
@@ -49,7 +51,7 @@ class CpuDevice:
         self, index: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> KvLayer:
         shape = (num_pages, num_kv_heads, page_size, head_dim)
-        return KvLayer(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), index)
+        return KvLayer(_zeros(shape, dtype), _zeros(shape, dtype), index)
 
     def attention(
         self, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None
@@ -63,6 +65,11 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         """CPU work is done when its call returns."""
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take no memory until they are written: a pool is sized for the worst day, most days use little."""
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def _has_fast_bf16() -> bool:
