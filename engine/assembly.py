@@ -10,6 +10,7 @@ import torch
 
 from devices.base import Capabilities, Device, UnsupportedPageSize, check_page_size
 from devices.page_pool import PageFamilies, PageFamily
+from devices.pages import align_resume
 from devices.registry import DeviceUnavailable, open_device
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -99,7 +100,7 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
         policy=config.schedule.schedule_policy,
         conservativeness=config.schedule.schedule_conservativeness,
         preemption_threshold=config.schedule.priority_scheduling_preemption_threshold,
-        chunk_tokens=config.chunk_tokens,
+        chunk_tokens=chunk_tokens(config.chunk_tokens, device.capabilities, page_size),
     )
     vocab_size = min(model_config.vocab_size, tokenizer.vocab_size)
     core = EngineCore(
@@ -144,6 +145,16 @@ def _dtype(name: str, supported: tuple[str, ...], argument: str) -> torch.dtype:
         raise ConfigError(f"{argument}={name} is not supported by this device: it computes {', '.join(supported)}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def chunk_tokens(wanted: int | None, capabilities: Capabilities, page_size: int) -> int | None:
+    """Most prompt tokens in a step. Raises ConfigError when no chunk could end where the device resumes."""
+    if wanted is not None and align_resume(wanted, page_size, capabilities) == 0:
+        raise ConfigError(
+            f"chunked_prefill_size={wanted} is less than a page of {page_size} tokens, and this device resumes at page "
+            f"borders only: no chunk could end; use at least {page_size}, or -1 for whole prompts"
+        )
+    return wanted
 
 
 def _context_len(config: EngineConfig, model_config: ModelConfig) -> int:

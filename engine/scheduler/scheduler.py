@@ -215,18 +215,15 @@ class Scheduler:
                 budget -= chunk.num_new
 
     def _preempted_by(self, request: Request, chunks: list[Chunk]) -> Request | None:
-        """A running request that gives way to one of clearly higher priority; none that is in this step already."""
+        """A running request that gives way to one of clearly higher priority; its chunk leaves the step.
+
+        The queue is in order of priority, so what was admitted into this step is never lesser.
+        """
         if self.waiting.policy != "priority":
             return None
-        planned = {chunk.request.id for chunk in chunks if chunk.request.kv.kv_scheduled_len == 0}
-        lesser = [
-            other
-            for other in self.running
-            if other.priority + self._preemption_threshold < request.priority and other.id not in planned
-        ]
-        victim = min(lesser, key=_loss, default=None)
-        if victim is not None:
-            chunks[:] = [chunk for chunk in chunks if chunk.request is not victim]
+        least = request.priority - self._preemption_threshold
+        victim = min((other for other in self.running if other.priority < least), key=_loss, default=None)
+        chunks[:] = [chunk for chunk in chunks if chunk.request is not victim]
         return victim
 
     def _try_admit(self, request: Request, budget: int | None, promised: int) -> Chunk | None:
