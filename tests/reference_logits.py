@@ -17,14 +17,13 @@ NEAR_TIE = 1e-3
 def logits_of_steps(llm: LLM, prompt: list[int], num_steps: int) -> tuple[torch.Tensor, list[int]]:
     """Next-token logits after the prompt and after each generated token, [num_steps, vocab], and the tokens."""
     seen: list[torch.Tensor] = []
-    forward = llm.core.runner.forward
+    logits = llm.core.runner.model.logits
 
-    def watched(step):
-        logits = forward(step)
-        seen.append(logits.clone())
-        return logits
+    def watched(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(logits(hidden))
+        return seen[-1]
 
-    llm.core.runner.forward = watched
+    llm.core.runner.model.logits = watched  # type: ignore[method-assign]
     [request] = run(llm, [prompt], SamplingParams(temperature=0.0, max_new_tokens=num_steps, ignore_eos=True))
     return torch.cat(seen), request.output_ids
 
