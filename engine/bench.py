@@ -247,7 +247,7 @@ def _run_round(core: EngineCore, plan: BenchPlan, rng: np.random.Generator, batc
         decode=decoded,
         num_steps=num_steps,
         kv_tokens=kv_tokens,
-        host_s=tuple(timing.host_s for timing in core.timings),
+        host_s=tuple(timing.host_s + timing.prepare_s for timing in core.timings),
         prompt_tokens=after["prompt_tokens_total"] - before["prompt_tokens_total"],
         cached_tokens=after["cached_tokens_total"] - before["cached_tokens_total"],
     )

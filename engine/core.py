@@ -166,9 +166,9 @@ class EngineCore:
         self._launched = None
         start = time.perf_counter()
         changed = self.scheduler.process(self.runner.execute(step))
-        device_s = self.runner.device_s
-        host_s += time.perf_counter() - start - device_s
-        self.timings.append(StepTiming(len(step.rows), len(step.token_ids), host_s, device_s))
+        prepare_s, device_s = self.runner.prepare_s, self.runner.device_s
+        host_s += time.perf_counter() - start - prepare_s - device_s
+        self.timings.append(StepTiming(len(step.rows), len(step.token_ids), host_s, prepare_s, device_s))
         if self._status.step(self.timings[-1]):
             self._status.write(self.stats())
         return self._forget_finished(changed)

@@ -44,7 +44,8 @@ class ModelRunner:
     """One rank's executor.
 
     Attributes:
-        device_s: seconds that the last step spent in the model and the sampler; the rest is the host's.
+        prepare_s, device_s: seconds that the last step spent on inputs (page tables, the attention's plan), and in the
+            model and the sampler.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class ModelRunner:
             family.name: np.zeros((num_rows + 1, table_width(geometry, family)), dtype=np.int32)
             for family in geometry.families
         }
-        self.device_s = 0.0
+        self.prepare_s = self.device_s = 0.0
         config = model.config
         by_window = {
             window: device.attention(config.num_heads, config.num_kv_heads, config.head_dim, window)
@@ -72,8 +73,10 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput:
         """Run one step to its end."""
+        called = time.perf_counter()
         inputs = self._prepare(step)
         started = time.perf_counter()
+        self.prepare_s = started - called
         hidden = self.forward(inputs)
         logits = self._logits(hidden[len(hidden) - int(step.is_sampled.sum()) :])
         sampled = sample(logits if step.edits is None else edited(logits, step.edits), step.sampling)

@@ -11,12 +11,23 @@ logger = logging.getLogger("rung")
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """Seconds of one step: planning, inputs and results on the host; model and sampler on the device."""
+    """Seconds of one step.
+
+    Attributes:
+        host_s: scheduling and results.
+        prepare_s: page tables and the attention's plan; where the forward begins is a matter of taste.
+        device_s: model and sampler.
+    """
 
     num_requests: int
     num_tokens: int
     host_s: float
+    prepare_s: float
     device_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.host_s + self.prepare_s + self.device_s
 
 
 @dataclass(slots=True)
@@ -35,7 +46,7 @@ class StatusLog:
     def step(self, timing: StepTiming) -> bool:
         """Count a step; True when a line is due."""
         self.num_steps += 1
-        self._seconds += timing.host_s + timing.device_s
+        self._seconds += timing.total_s
         self._decoded += timing.num_requests
         self._prefilled += timing.num_tokens - timing.num_requests
         return self.num_steps % self.interval == 0

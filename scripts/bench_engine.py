@@ -2,8 +2,8 @@
 
     python scripts/bench_engine.py [--model M] [--soak-minutes N] [--json FILE]
 
-decode      host and device time of a decode step at batch 1, 8 and 32; "busy" is CPU seconds a second: below 1.8 on two
-            threads another program took the cores, and the row should not be quoted
+decode      host, preparation and device time of a decode step at batch 1, 8 and 32; "busy" is CPU seconds a second:
+            below 1.8 on two threads another program took the cores, and the row should not be quoted
 prefix hit  time to first token of a 2,048-token prompt, cold and with its first 2,000 tokens cached
 soak        a mixed load (shared prefixes, aborts, a pool too small for all) for some minutes: memory before and after
 """
@@ -22,6 +22,8 @@ import numpy as np
 from engine import LLM, SamplingParams
 
 Result = dict[str, Any]
+PARTS = ("host", "prepare", "device")
+"""Scheduling and results; page tables and the attention's plan; model and sampler."""
 
 
 def decode_steps(llm: LLM, batch: int, context: int = 256, num_steps: int = 64) -> Result:
@@ -36,12 +38,11 @@ def decode_steps(llm: LLM, batch: int, context: int = 256, num_steps: int = 64) 
         llm.core.step()
     busy = (time.process_time() - cpu) / (time.perf_counter() - wall)
     steps = [timing for timing in llm.core.timings if timing.num_tokens == timing.num_requests == batch]
-    host, device = (statistics.median(getattr(s, name) for s in steps) for name in ("host_s", "device_s"))
+    parts = {f"{name}_ms": statistics.median(getattr(s, f"{name}_s") for s in steps) * 1e3 for name in PARTS}
     return {
         "what": f"decode batch {batch}",
-        "host_ms": host * 1e3,
-        "device_ms": device * 1e3,
-        "tokens_per_s": batch / (host + device),
+        **parts,
+        "tokens_per_s": batch / sum(parts.values()) * 1e3,
         "busy": busy,
         "num_steps": len(steps),
     }

@@ -91,10 +91,8 @@ class PagedAttention:
             for i in np.flatnonzero(step.query_lens > 1)
         ]
         decoding = np.flatnonzero(step.query_lens == 1)
-        size_class = np.ceil(np.log2(num_pages[decoding]))
-        sizes = sorted(set(size_class.tolist()))
-        members = [decoding[size_class == size] for size in sizes] if len(sizes) > 1 else [decoding]
-        self._decode = [self._group(rows, gather, starts, num_pages, step) for rows in members if len(rows)]
+        members = [rows for rows in _of_similar_size(decoding, num_pages) if len(rows)]
+        self._decode = [self._group(rows, gather, starts, num_pages, step) for rows in members]
 
     def _group(
         self,
@@ -180,6 +178,15 @@ class PagedAttention:
         hidden = torch.ones(num_queries, past + num_queries, dtype=torch.bool)
         later = hidden.triu(past + 1)
         return later if self.window is None else later | hidden.tril(past - self.window)
+
+
+def _of_similar_size(rows: npt.NDArray[np.int64], num_pages: IntArray) -> list[npt.NDArray[np.int64]]:
+    """Rows in groups within which no row has more than twice the pages of another; a row of one page has its like."""
+    pages = num_pages[rows]
+    if len(rows) < 2 or (pages == pages[0]).all():
+        return [rows]
+    size_class = np.ceil(np.log2(pages))
+    return [rows[size_class == size] for size in np.unique(size_class)]
 
 
 def _gather(kv: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -74,6 +74,7 @@ class SamplingParams:
     token_ids_logprob: Sequence[int] = ()
     logprob_start_len: int = -1
     time_limit_s: float | None = None
+    edits_logits: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raises BadRequest that names the field, its value and its range."""
@@ -105,6 +106,9 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "token_ids_logprob", _token_ids("token_ids_logprob", self.token_ids_logprob))
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+        # Asked for every request in every step, so it is decided once.
+        edits = self.has_penalty or bool(self.logit_bias) or self.min_new_tokens > 0
+        object.__setattr__(self, "edits_logits", edits)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises BadRequest when a token id does not exist in the model."""

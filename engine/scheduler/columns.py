@@ -13,15 +13,11 @@ from mem_cache.rows import PageCopy, TableChange
 
 
 class Chunk(NamedTuple):
-    """`num_new` tokens of one request in one step."""
+    """`num_new` tokens of one request in one step, after which `end` tokens of its row are written."""
 
     request: Request
     num_new: int
-
-    @property
-    def end(self) -> int:
-        """Tokens of the row that the step will have written."""
-        return self.request.kv.kv_scheduled_len + self.num_new
+    end: int
 
 
 class Score(NamedTuple):
@@ -35,11 +31,9 @@ def step_input(
     step_id: int, chunks: Sequence[Chunk], changes: tuple[TableChange, ...], copies: tuple[PageCopy, ...]
 ) -> tuple[StepInput, list[Score]]:
     """The message of chunks that were scheduled, and what its scores will be of, in their order."""
-    requests = [chunk.request for chunk in chunks]
-    num_new = [chunk.num_new for chunk in chunks]
-    ends = [request.kv.kv_scheduled_len for request in requests]
-    tokens = [r.tokens[end - n : end] for r, n, end in zip(requests, num_new, ends, strict=True)]
-    is_sampled = [request.num_known == end for request, end in zip(requests, ends, strict=True)]
+    requests, new, ends = zip(*chunks, strict=True)
+    num_new = np.array(new, dtype=np.int32)
+    is_sampled = [request.num_known == end for request, _, end in chunks]
     sampled = [request for request, samples in zip(requests, is_sampled, strict=True) if samples]
     scores: ScoreColumns | None = None
     scored: list[Score] = []
@@ -48,9 +42,9 @@ def step_input(
     step = StepInput(
         step_id=step_id,
         rows=np.array([request.kv.row for request in requests], dtype=np.int32),
-        starts=np.array(ends, dtype=np.int32) - np.array(num_new, dtype=np.int32),
-        num_new=np.array(num_new, dtype=np.int32),
-        token_ids=np.concatenate(tokens),
+        starts=np.array(ends, dtype=np.int32) - num_new,
+        num_new=num_new,
+        token_ids=np.concatenate([request.tokens[end - n : end] for request, n, end in chunks]),
         is_sampled=np.array(is_sampled, dtype=np.bool_),
         sampling=_sampling_columns(sampled),
         table_changes=changes,
@@ -63,11 +57,12 @@ def step_input(
 
 def _sampling_columns(sampled: Sequence[Request]) -> SamplingColumns:
     params = [request.params for request in sampled]
+    cuts = np.array([(p.temperature, p.top_p, p.min_p) for p in params], dtype=np.float32).reshape(-1, 3)
     return SamplingColumns(
-        temperature=np.array([p.temperature for p in params], dtype=np.float32),
+        temperature=cuts[:, 0],
         top_k=np.array([p.top_k for p in params], dtype=np.int32),
-        top_p=np.array([p.top_p for p in params], dtype=np.float32),
-        min_p=np.array([p.min_p for p in params], dtype=np.float32),
+        top_p=cuts[:, 1],
+        min_p=cuts[:, 2],
         seed=np.array([request.seed for request in sampled], dtype=np.uint64),
         position=np.array([request.num_known for request in sampled], dtype=np.int64),
     )
@@ -75,6 +70,8 @@ def _sampling_columns(sampled: Sequence[Request]) -> SamplingColumns:
 
 def _edits(sampled: Sequence[Request]) -> LogitEdits | None:
     """Penalties, biases and forbidden stops; None when no request has any."""
+    if not any(request.params.edits_logits for request in sampled):
+        return None
     seen: list[tuple[int, int, int]] = []
     biases: list[tuple[int, int, float]] = []
     for row, request in enumerate(sampled):
@@ -106,8 +103,7 @@ def _score_columns(chunks: Sequence[Chunk], sampled: Sequence[Request]) -> tuple
     scored: list[Score] = []
     places: list[int] = []
     first = 0  # place of the chunk's first token among the step's
-    for request, num_new in chunks:
-        end = request.kv.kv_scheduled_len
+    for request, num_new, end in chunks:
         start = end - num_new
         for position in range(max(request.next_scored, start + 1), min(end + 1, request.prompt_len)):
             scored.append(Score(request, position))

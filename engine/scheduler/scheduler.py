@@ -124,8 +124,8 @@ class Scheduler:
             if not self.running:
                 self._estimate.reset()
             return None, ended
-        for chunk in chunks:
-            chunk.request.kv.schedule(chunk.end)
+        for request, _, end in chunks:
+            request.kv.schedule(end)
         self._step_id += 1
         allocator = self.allocator
         step, scored = step_input(self._step_id, chunks, allocator.rows.take_changes(), allocator.take_copies())
@@ -150,8 +150,7 @@ class Scheduler:
         retracted = False
         while self.running:
             chunks = self._chunks_of_running()
-            growing = [chunk for chunk in chunks if chunk.end > chunk.request.kv.kv_allocated_len]
-            wanted = plan(extend(chunk.request.kv, chunk.end) for chunk in growing)
+            wanted = plan(extend(r.kv, end) for r, _, end in chunks if end > r.kv.kv_allocated_len)
             lacking = self.allocator.lacking_pages(wanted)
             if not lacking:
                 if not self._take(wanted):
@@ -182,7 +181,7 @@ class Scheduler:
                 n = self._chunk_len(start, n, budget)
                 budget = None if budget is None else budget - n
             if n:
-                chunks.append(Chunk(request, n))
+                chunks.append(Chunk(request, n, start + n))
         return chunks
 
     def _chunk_len(self, start: int, wanted: int, budget: int | None) -> int:
@@ -254,7 +253,7 @@ class Scheduler:
             self.num_cached_tokens += start
             request.timings.scheduled_s = self._clock()
         self.running.append(request)
-        return Chunk(request, num_new)
+        return Chunk(request, num_new, start + num_new)
 
     def _take(self, wanted: Plan) -> bool:
         """Commit a plan that lacks no page; False when some are pending first: a fence is up, and they will arrive."""

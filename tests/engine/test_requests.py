@@ -531,6 +531,12 @@ def test_what_a_failed_request_decoded_is_not_cached(llm, plain):
     assert_idle(llm)
 
 
+def fill_with_nan(llm: LLM, pages: np.ndarray) -> None:
+    for layer in llm.core.runner.kv.layers:
+        layer.k[pages.tolist()] = np.nan
+        layer.v[pages.tolist()] = np.nan
+
+
 def test_pages_that_hold_nan_harm_no_later_owner(llm, plain):
     """A forward that failed leaves NaN in its own pages; whoever gets them next must not read it."""
     request = add(llm, PROMPT)
@@ -538,15 +544,14 @@ def test_pages_that_hold_nan_harm_no_later_owner(llm, plain):
         llm.core.step()
     kv, rows = request.kv, llm.core.allocator.rows
     dirty = rows.pages("full", kv.row, kv.cache_protected_len, kv.kv_allocated_len)
-    for layer in llm.core.runner.kv.layers:
-        layer.k[dirty.tolist()] = np.nan
-        layer.v[dirty.tolist()] = np.nan
+    fill_with_nan(llm, dirty)
     while llm.core.has_work:
         llm.core.step()
     assert finish_of(request) == ("error", None), "the NaN is real"
     assert_idle(llm)
 
-    prompts = [ids(seed, n) for seed, n in ((11, 17), (12, 1), (13, 35), (14, 2))]
+    fill_with_nan(llm, llm.core.allocator.families.pools["full"].free_pages())
+    prompts = [ids(seed, n) for seed, n in ((14, 2), (11, 17), (12, 1), (13, 35))]
     later = [add(llm, prompt) for prompt in prompts]
     llm.core.step()
     reused = {page for other in later for page in rows.pages("full", other.kv.row, 0, other.kv.kv_allocated_len)}
@@ -558,9 +563,7 @@ def test_pages_that_hold_nan_harm_no_later_owner(llm, plain):
 
 
 def test_nan_in_the_padding_page_reaches_nobody(llm, plain):
-    for layer in llm.core.runner.kv.layers:
-        layer.k[0] = np.nan
-        layer.v[0] = np.nan
+    fill_with_nan(llm, np.array([0]))
     assert outputs(run(llm, NEIGHBOURS)) == [plain(prompt) for prompt in NEIGHBOURS]
 
 

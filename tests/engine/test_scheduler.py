@@ -284,6 +284,21 @@ def test_a_newcomer_waits_for_pending_pages_and_takes_nothing_meanwhile(tiny_pat
     assert_idle(llm)
 
 
+def test_while_evicted_pages_are_pending_no_more_are_evicted(tiny_path, plain):
+    llm = make_llm(tiny_path, page_size=1, max_total_tokens=128)
+    pool, tree = llm.core.allocator.families.pools["full"], llm.core.allocator.tree
+    run(llm, [ids(1, 100)], up_to(1))
+    fence = pool.fence("a remote reader")
+    request = add(llm, ids(2, 60), up_to(8))
+    for _ in range(5):
+        assert llm.core.step() == []
+    assert (pool.num_free, pool.num_pending, tree.num_evictable) == (28, 32, 68)
+    pool.lift(fence)
+    finish(llm)
+    assert request.output_ids == plain(ids(2, 60), 8)
+    assert_idle(llm)
+
+
 @pytest.mark.parametrize("no_cache", [False, True], ids=["tree", "no-tree"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_pages_that_come_free_one_step_late_stop_nobody(tiny_path, plain, page_size, no_cache):
