@@ -29,9 +29,10 @@ class UnsupportedPageSize(ValueError):
     def __init__(self, page_size: int, device: str, supported: tuple[int, ...]) -> None:
         self.page_size, self.supported = page_size, supported
         sizes = ", ".join(map(str, supported)) or "none"
+        nearest = min(supported, key=lambda size: abs(size - page_size), default=0)
         super().__init__(
             f"page_size={page_size} is not supported by device {device!r}: its attention is correct with {sizes}; "
-            f"use --page-size {supported[0] if supported else '?'}"
+            f"use --page-size {nearest}"
         )
 
 
