@@ -59,15 +59,19 @@ def hf_directory(source: Path, dtype: str, target: Path) -> Path:
 
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """`config.json` of a dense decoder whose rope is not scaled. Raises SetupError for any other."""
-    if config.rope.kind != "default":
-        raise SetupError(f"rope scaling {config.rope.kind!r} is not converted; give a Hugging Face directory")
+    """`config.json` of a dense decoder without windows whose rope is not scaled. Raises SetupError for any other."""
+    if config.rope.kind != "default" or config.moe is not None or any(config.windows):
+        raise SetupError(
+            f"a scaled rope, windows or experts are not converted ({config.architecture}); give a directory"
+        )
     shape = asdict(config)
     same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings", "rms_norm_eps")
-    kept = {name: shape[name] for name in (*same, "tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act")}
+    kept = {name: shape[name] for name in (*same, "tie_word_embeddings", "mlp_bias", "hidden_act")}
     return kept | {
         "architectures": [config.architecture],
         "model_type": config.architecture.removesuffix("ForCausalLM").lower(),
+        "attention_bias": config.qkv_bias,
+        "sliding_window": None,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
