@@ -32,7 +32,7 @@ class ForwardInputs:
 
     Attributes:
         token_ids, positions: [tokens].
-        wanted: places of the tokens that score a prompt token, then of those whose next one is sampled, [wanted].
+        wanted: places of the tokens that score a prompt token, then of each request's last one, [wanted].
     """
 
     token_ids: torch.Tensor
@@ -78,15 +78,18 @@ class ModelRunner:
         started = time.perf_counter()
         self.prepare_s = started - called
         hidden = self.forward(inputs)
-        logits = self._logits(hidden[len(hidden) - int(step.is_sampled.sum()) :])
+        ends = hidden[len(hidden) - len(step.rows) :]
+        logits = self._logits(ends if step.is_sampled.all() else ends[torch.from_numpy(step.is_sampled)])
         sampled = sample(logits if step.edits is None else edited(logits, step.edits), step.sampling)
         scores = None if step.scores is None else self._scores(step.scores, hidden, logits, sampled.token_ids)
-        finite, tokens = sampled.is_finite.cpu().numpy(), sampled.token_ids.cpu().numpy().astype(np.int32)
+        # A chunk without logits is judged by its last hidden state: attention carries a NaN of its KV there.
+        is_finite = torch.isfinite(ends).all(dim=-1).cpu().numpy()
+        is_finite[step.is_sampled] &= sampled.is_finite.cpu().numpy()
+        tokens = sampled.token_ids.cpu().numpy().astype(np.int32)
         self.device_s = time.perf_counter() - started
-        is_finite = np.ones(len(step.rows), dtype=np.bool_)
-        is_finite[step.is_sampled] = finite
         has_token = step.is_sampled & is_finite
-        return StepOutput(step.step_id, has_token.astype(np.int32), tokens[finite], is_finite, scores)
+        new_tokens = tokens[is_finite[step.is_sampled]]
+        return StepOutput(step.step_id, has_token.astype(np.int32), new_tokens, is_finite, scores)
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
@@ -130,7 +133,7 @@ class ModelRunner:
         )
         for backend in self._backends:
             backend.plan(attention)
-        wanted = (np.cumsum(step.num_new, dtype=np.int64) - 1)[step.is_sampled]
+        wanted = np.cumsum(step.num_new, dtype=np.int64) - 1
         if step.scores is not None:
             wanted = np.concatenate([step.scores.place, wanted])
         return ForwardInputs(

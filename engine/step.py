@@ -129,7 +129,7 @@ class StepOutput:
     Attributes:
         num_tokens: tokens of each request, int32 [batch].
         token_ids: int32 [sum(num_tokens)], request after request.
-        is_finite: whether each request's logits were numbers, bool [batch]; a request whose were not has no token.
+        is_finite: whether each request's results were numbers, bool [batch]; a request whose were not has no token.
     """
 
     step_id: int

@@ -621,3 +621,28 @@ def test_page_counts_follow_the_tokens(llm):
         assert len(set(pages.tolist())) == page_count(kv.kv_scheduled_len, page_size)
         assert 0 not in pages
         llm.core.collect()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_nan_in_an_early_chunk_ends_the_request_before_its_kv_is_cached(tiny_path, page_size):
+    """No logits are computed in the middle of a prompt; a poisoned page must not reach the tree all the same."""
+    llm = make_llm(tiny_path, page_size=page_size, chunked_prefill_size=32)
+    prompt = list(range(3, 103))
+    clean = outputs(run(make_llm(tiny_path), [prompt]))
+    forward, steps = llm.core.runner.model.forward, count()
+
+    def spoiled(*args):
+        hidden = forward(*args)
+        if next(steps) == 0:
+            llm.core.runner.kv.layers[0].k[1:3] = float("nan")
+            hidden[-1] = float("nan")
+        return hidden
+
+    llm.core.runner.model.forward = spoiled  # type: ignore[method-assign]
+    [failed] = run(llm, [prompt])
+    assert failed.finish is not None
+    assert failed.finish.reason == "error"
+    again = run(llm, [prompt])
+    assert again[0].cached_tokens == 0
+    assert outputs(again) == clean
+    assert_idle(llm)
