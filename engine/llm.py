@@ -17,13 +17,15 @@ import numpy as np
 
 from devices.pages import IntArray
 from engine.assembly import assemble
+from engine.chat_session import ChatSession
 from engine.config import EngineConfig
-from engine.errors import BadRequest
+from engine.errors import BadRequest, session_rules
 from engine.outputs import GenerationResult, StreamPiece, result_of
 from engine.request import Request
 from engine.sampling.params import SamplingParams
 from engine.text.stream import TextStream
 from mem_cache.audit import Violation
+from mem_cache.tree.keys import Namespace
 
 Prompt = str | Sequence[int]
 Prompts = Prompt | list[str] | list[list[int]]
@@ -119,7 +121,7 @@ class LLM:
         """
         is_one = isinstance(prompts, str) or _is_token_ids(prompts)
         many: list[Any] = [prompts] if is_one else _listed(prompts)
-        ids = [self._token_ids(prompt) for prompt in many]
+        ids = [self.token_ids(prompt) for prompt in many]
         live = self._start(ids, self._params_for(params, len(many)), streams=stream, is_chat=False)
         if stream:
             return self._entered(live)
@@ -170,9 +172,34 @@ class LLM:
         Raises:
             BadRequest: messages are malformed, or the model has no chat template (use `generate`).
         """
-        ids = self._token_ids(self.tokenizer.render_chat(messages, **template_kwargs))
+        ids = self.token_ids(self.tokenizer.render_chat(messages, **template_kwargs))
         live = self._start([ids], [params or SamplingParams()], streams=stream, is_chat=True)
         return self._entered(live) if stream else self._collect(live, 1)[0]
+
+    def open_session(
+        self,
+        session_id: str | None = None,
+        *,
+        capacity: int | None = None,
+        timeout: float | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+    ) -> ChatSession:
+        """Start a conversation that keeps its KV between turns; use it as a context manager, or close it.
+
+        Args:
+            session_id: its name; one is made when None.
+            capacity: most tokens that its history may have; the context's when None.
+            timeout: seconds without a turn after which it closes by itself.
+            extra_key, cache_salt: keep its prefixes apart from those of others.
+        Raises:
+            SessionRefused: the name is in use, a number is out of range, or `max_sessions` are open.
+        """
+        with session_rules():
+            session = self.core.sessions.open(
+                session_id, capacity=capacity, timeout_s=timeout, namespace=Namespace(extra_key, cache_salt)
+            )
+        return ChatSession(self, session)
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; False when the id is unknown or finished."""
@@ -190,9 +217,14 @@ class LLM:
         """Forget every cached prefix. Raises BadRequest while requests run."""
         self.core.flush_cache()
 
-    def _token_ids(self, prompt: Any) -> IntArray:
+    def token_ids(self, prompt: Any, *, add_special_tokens: bool = True) -> IntArray:
+        """A prompt as token ids, int32 [n]. Raises BadRequest: neither text nor ids of this model.
+
+        Args:
+            add_special_tokens: let the tokenizer add to a text what it adds (BOS).
+        """
         if isinstance(prompt, str):
-            return np.array(self.tokenizer.encode(prompt), dtype=np.int32)
+            return np.array(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens), dtype=np.int32)
         if not _is_token_ids(prompt):
             raise BadRequest("prompt", prompt, "must be a text or a list of token ids")
         for token_id in prompt:
@@ -235,6 +267,31 @@ class LLM:
             raise
         self._live |= {one.request.id: one for one in live}
         return live
+
+    def start_turn(
+        self,
+        session_id: str,
+        new_ids: IntArray,
+        params: SamplingParams,
+        *,
+        keep: int | None = None,
+        streams: bool,
+        is_chat: bool,
+    ) -> Iterator[StreamPiece]:
+        """Queue a turn of a session; its pieces come as the engine steps, which it does while they are taken.
+
+        Args:
+            keep: rewind the history to so many tokens first.
+            is_chat: the answer begins a text of its own.
+        Raises:
+            BadRequest: nothing was queued.
+        """
+        text = self._text(params, prompt_ids=() if is_chat else new_ids.tolist())
+        watched = text if streams or params.stop else None
+        request = self.core.add_turn(session_id, new_ids, params, keep=keep, text=watched)
+        live = [_Live(request, 0, 0, text, streams)]
+        self._live[request.id] = live[0]
+        return self._entered(live)
 
     def _text(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TextStream:
         return TextStream(

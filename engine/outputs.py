@@ -9,11 +9,18 @@ from engine.request import Finish, FinishReason, Request, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Counts of tokens; `cached_tokens` of the prompt were not computed."""
+    """Counts of tokens.
+
+    Attributes:
+        prompt_tokens: with the history, for a session's turn.
+        cached_tokens: of the prompt, that were not computed.
+        lost_to_alignment: of the prompt, whose KV the session had and the device could not continue from.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    lost_to_alignment: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,7 @@ def result_of(request: Request, text: str) -> GenerationResult:
         finish_reason=finish.reason,
         stop_reason=finish.matched,
         message=finish.message,
-        usage=Usage(request.prompt_len, request.num_output, request.cached_tokens or 0),
+        usage=Usage(request.prompt_len, request.num_output, request.cached_tokens or 0, request.lost_to_alignment),
         timings=RequestTimings(
             queue_s=max(0.0, timings.scheduled_s - timings.arrival_s),
             time_to_first_token_s=max(0.0, first - timings.arrival_s),
