@@ -21,6 +21,7 @@ from devices.pages import IntArray
 from engine.errors import BadRequest, session_rules
 from engine.outputs import GenerationResult, StreamPiece
 from engine.sampling.params import SamplingParams
+from session.branching import SessionParams
 from session.state import Phase
 
 if TYPE_CHECKING:
@@ -115,8 +116,7 @@ class ChatSession:
 
         BOS is added to the first turn only. Arguments, errors and results as those of `LLM.generate`.
         """
-        ids = self._llm.token_ids(prompt, add_special_tokens=not len(self._session.log))
-        pieces = self._llm.start_turn(self.id, ids, params or SamplingParams(), streams=stream, is_chat=False)
+        pieces = self._llm.generate(prompt, params, stream=True, session_params=SessionParams(id=self.id))
         self._is_plain = True
         return pieces if stream else _last(pieces)
 
