@@ -144,6 +144,11 @@ def _page_size(config: EngineConfig, device: Device) -> int:
         raise ConfigError(str(error)) from error
 
 
+def load_tokenizer(config: EngineConfig) -> Tokenizer:
+    """The model's tokenizer alone, for a process without the model. Raises ModelLoadError."""
+    return _tokenizer(open_source(resolve_model(config.model.model, cache_dir(config.model_cache))))
+
+
 def _tokenizer(source: WeightSource) -> Tokenizer:
     if isinstance(source, GgufSource):
         return Tokenizer.from_gguf(source.metadata)

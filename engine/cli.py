@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from engine.cli_options import EngineFlags, with_engine_flags
-from engine.errors import RungError
+from engine.cli_options import EngineFlags, with_engine_flags, with_server_flags
+from engine.errors import ConfigError, RungError
 from engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -118,6 +118,24 @@ def bench(
         json_file.write_text(json.dumps(asdict(report), indent=1) + "\n")
     print(report.summary())
     Console(highlight=False, width=None if notes.is_terminal else TABLE_WIDTH).print(table_of(report.rows))
+
+
+@app.command()
+@with_server_flags
+def serve(
+    flags: EngineFlags,
+    config: Annotated[Path | None, typer.Option(help="A YAML file of flags; those given here win.")] = None,
+) -> None:
+    """Serve the OpenAI API and SGLang's own over HTTP until SIGTERM. See docs/server.md."""
+    from engine.config import read_flags_file, server_config
+
+    engine, server = server_config(**({**read_flags_file(config), **flags} if config else flags))
+    logging.getLogger("rung").setLevel(server.log_level.upper())
+    try:
+        from engine.server.app import serve as serve_app
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed; pip install 'rung[serve]'") from error
+    sys.exit(serve_app(engine, server))
 
 
 @app.command()

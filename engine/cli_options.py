@@ -9,12 +9,13 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from engine.config import all_fields, default_of
+from engine.config import THEMES, ServerArgs, all_fields, default_of
 
 EngineFlags = dict[str, Any]
 """Keyword arguments for `LLM`: the flags that differ from their defaults."""
 
 _GROUPS = {
+    "ServerArgs": "Server",
     "ModelArgs": "Model",
     "MemoryArgs": "Memory",
     "CacheArgs": "Prefix cache",
@@ -25,8 +26,17 @@ _GROUPS = {
 
 def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command every engine flag; it receives those that were set as its first argument."""
+    return _with_flags(command, THEMES)
+
+
+def with_server_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The same with the server's flags before the engine's."""
+    return _with_flags(command, (ServerArgs, *THEMES))
+
+
+def _with_flags(command: Callable[..., None], themes: tuple[type, ...]) -> Callable[..., None]:
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    flags = _flag_parameters()
+    flags = _flag_parameters(themes)
 
     @wraps(command)
     def run(**kwargs: Any) -> None:
@@ -42,9 +52,9 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _flag_parameters() -> dict[str, inspect.Parameter]:
+def _flag_parameters(themes: tuple[type, ...]) -> dict[str, inspect.Parameter]:
     parameters = {}
-    for theme, f in all_fields():
+    for theme, f in all_fields(themes):
         kind, default = get_type_hints(theme)[f.name], default_of(f)
         spellings = [f"--{name.replace('_', '-')}" for name in (f.name, *f.metadata["aliases"])]
         choices = f" [{', '.join(f.metadata['choices'])}]" if f.metadata["choices"] else ""

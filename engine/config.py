@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -19,6 +19,8 @@ from engine.scheduler.queue import POLICIES
 from mem_cache.tree.policies import EVICTION_POLICIES
 
 ENV_MODEL_CACHE = "RUNG_MODEL_CACHE"
+ENV_API_KEY = "RUNG_API_KEY"
+ENV_ADMIN_API_KEY = "RUNG_ADMIN_API_KEY"
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -113,6 +115,39 @@ class ScheduleArgs:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerArgs:
+    """The HTTP server."""
+
+    host: str = arg("127.0.0.1", "Address to listen on; 0.0.0.0 lets everybody in, so give --api-key as well.")
+    port: int = arg(30000, "Port to listen on; 0 takes a free one.")
+    served_model_name: str | None = arg(None, "Name of the model in the API; --model when not given.")
+    api_key: str | None = arg(None, f"Keys that may generate, with commas between; {ENV_API_KEY} when not given.")
+    admin_api_key: str | None = arg(
+        None, f"Keys for metrics and control, with commas between; {ENV_ADMIN_API_KEY} when not given."
+    )
+    share_prefix_across_keys: bool = arg(False, "Let clients with different keys reuse each other's cached prefixes.")
+    max_concurrent_requests: int = arg(512, "Requests served at once; more get 503 and when to try again.")
+    max_body_bytes: int = arg(8 << 20, "Largest request body.")
+    drain_timeout_s: float = arg(30.0, "Seconds that SIGTERM leaves to requests in flight.")
+    watchdog_timeout_s: float = arg(300.0, "Seconds that a step may take before /health says that it hangs.")
+    log_level: str = arg("info", "What goes to standard error.", choices=("debug", "info", "warning", "error"))
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """Empty: everybody may generate."""
+        return _keys(self.api_key or os.environ.get(ENV_API_KEY))
+
+    @property
+    def admin_api_keys(self) -> tuple[str, ...]:
+        """Empty: as for `api_keys`."""
+        return _keys(self.admin_api_key or os.environ.get(ENV_ADMIN_API_KEY))
+
+
+def _keys(text: str | None) -> tuple[str, ...]:
+    return tuple(key for key in (text or "").split(",") if key)
+
+
 THEMES = (ModelArgs, MemoryArgs, CacheArgs, SessionArgs, ScheduleArgs)
 DEFAULT_MEM_FRACTION = 0.3
 DEFAULT_CHUNK_TOKENS = 512
@@ -135,29 +170,7 @@ class EngineConfig:
         Raises:
             ConfigError: an argument is unknown (the nearest name is said), given twice, or out of range.
         """
-        known = {
-            spelling: (theme, f.name) for theme, f in all_fields() for spelling in (f.name, *f.metadata["aliases"])
-        }
-        values: dict[type, dict[str, Any]] = {theme: {} for theme in THEMES}
-        for spelling, value in kwargs.items():
-            if spelling not in known:
-                near = difflib.get_close_matches(spelling, known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise ConfigError(f"unknown argument {spelling}{hint}")
-            theme, name = known[spelling]
-            if name in values[theme]:
-                raise ConfigError(f"{spelling} and another spelling of {name} are both given")
-            values[theme][name] = value
-        config = cls(
-            ModelArgs(**values[ModelArgs]),
-            MemoryArgs(**values[MemoryArgs]),
-            CacheArgs(**values[CacheArgs]),
-            SessionArgs(**values[SessionArgs]),
-            ScheduleArgs(**values[ScheduleArgs]),
-        )
-        for theme_args in (config.model, config.memory, config.cache, config.session, config.schedule):
-            _check(theme_args)
-        return config
+        return cls(*_themes_from(THEMES, kwargs))
 
     @property
     def chunk_tokens(self) -> int | None:
@@ -178,11 +191,50 @@ class EngineConfig:
         return Path(folder).expanduser() if folder else None
 
 
-def all_fields() -> Iterator[tuple[type, Field[Any]]]:
+def all_fields(themes: Iterable[type] = THEMES) -> Iterator[tuple[type, Field[Any]]]:
     """Every argument with its theme, in the order of the themes."""
-    for theme in THEMES:
+    for theme in themes:
         for f in fields(theme):
             yield theme, f
+
+
+def server_config(**kwargs: Any) -> tuple[EngineConfig, ServerArgs]:
+    """The engine's arguments and the server's, sorted. Raises ConfigError."""
+    *engine, server = _themes_from((*THEMES, ServerArgs), kwargs)
+    return EngineConfig(*engine), server
+
+
+def read_flags_file(path: Path) -> dict[str, Any]:
+    """Flags of a YAML file, hyphens or underscores in their names. Raises ConfigError: no such file, or no mapping."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"config={path} cannot be read: {error}") from error
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ConfigError(f"config={path} must hold flags and their values, one `name: value` a line")
+    return {name.replace("-", "_"): value for name, value in values.items()}
+
+
+def _themes_from(themes: tuple[type, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    known = {
+        spelling: (theme, f.name) for theme, f in all_fields(themes) for spelling in (f.name, *f.metadata["aliases"])
+    }
+    values: dict[type, dict[str, Any]] = {theme: {} for theme in themes}
+    for spelling, value in kwargs.items():
+        if spelling not in known:
+            near = difflib.get_close_matches(spelling, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"unknown argument {spelling}{hint}")
+        theme, name = known[spelling]
+        if name in values[theme]:
+            raise ConfigError(f"{spelling} and another spelling of {name} are both given")
+        values[theme][name] = value
+    made = [theme(**values[theme]) for theme in themes]
+    for theme_args in made:
+        _check(theme_args)
+    return made
 
 
 def default_of(f: Field[Any]) -> Any:
@@ -214,6 +266,11 @@ _RANGES: dict[str, tuple[Any, str]] = {
     "mem_fraction_static": (lambda x: 0 < x < 1, "between 0 and 1"),
     "max_total_tokens": _AT_LEAST_ONE,
     "max_running_requests": _AT_LEAST_ONE,
+    "port": (lambda n: 0 <= n < 65536, "from 0 to 65535"),
+    "max_concurrent_requests": _AT_LEAST_ONE,
+    "max_body_bytes": (lambda n: n >= 1024, "at least 1024"),
+    "drain_timeout_s": (lambda x: 0 <= x < 86400, "from 0 to 86400"),
+    "watchdog_timeout_s": (lambda x: 0 < x < 86400, "above 0 and below 86400"),
     "max_sessions": _AT_LEAST_ONE,
     "max_session_tokens": _AT_LEAST_ONE,
     "schedule_conservativeness": (lambda x: 0 < x < 100, "above 0 and below 100"),

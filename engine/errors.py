@@ -39,9 +39,9 @@ class SessionRefused(BadRequest):
         kind: "unknown", "busy", "full" or "illegal".
     """
 
-    def __init__(self, error: SessionError) -> None:
-        super().__init__(error.field, error.value, error.rule)
-        self.kind = error.kind
+    def __init__(self, field: str, value: Any, rule: str, kind: str) -> None:
+        super().__init__(field, value, rule)
+        self.kind = kind
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def session_rules() -> Iterator[None]:
     try:
         yield
     except SessionError as error:
-        raise SessionRefused(error) from error
+        raise SessionRefused(error.field, error.value, error.rule, error.kind) from error
 
 
 class ConfigError(RungError, ValueError):

@@ -18,7 +18,7 @@ def refuse(**kwargs: Any) -> str:
 
 
 def value_of(config: EngineConfig, name: str) -> Any:
-    for theme in (config.model, config.memory, config.cache, config.schedule):
+    for theme in (config.model, config.memory, config.cache, config.session, config.schedule):
         if hasattr(theme, name):
             return getattr(theme, name)
     raise AssertionError(name)

@@ -1,0 +1,125 @@
+"""The API process: binds the port, starts the engine process, serves, drains and stops.
+
+A port that is in use is said before anything is loaded. When the engine process ends, the server ends too, with its
+reason and a status that is not 0; when the server ends, so does the engine process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from engine.assembly import load_tokenizer
+from engine.config import EngineConfig, ServerArgs
+from engine.errors import ConfigError
+from engine.server import control_api, native_api, openai_api, refusals
+from engine.server.engine_client import EngineClient
+from engine.server.gate import Gate
+from engine.server.metrics import Metrics
+from engine.server.serving import Serving
+
+logger = logging.getLogger("rung")
+STATUS_ENGINE_DIED = 3
+HEADER_TIMEOUT_S = 10
+
+
+def create_app(serving: Serving) -> FastAPI:
+    """All routes behind the gate."""
+    app = FastAPI(title="Rung", docs_url=None, redoc_url=None)
+    app.state.serving = serving
+    app.state.is_draining = False
+    for api in (openai_api, native_api, control_api):
+        app.include_router(api.router)
+    refusals.install(app)
+    app.add_middleware(Gate, args=serving.args)
+    return app
+
+
+class DrainingServer(uvicorn.Server):
+    """Ends by SIGTERM or SIGINT with status 0 when the requests in flight are done; a second signal does not wait."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._drain)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _drain(self) -> None:
+        app = self.config.app
+        assert isinstance(app, FastAPI)
+        if app.state.is_draining:
+            self.force_exit = True
+        app.state.is_draining = self.should_exit = True
+        logger.info("draining: no new requests, %s s for those in flight", self.config.timeout_graceful_shutdown)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Raises ConfigError when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"host={host} port={port} cannot be had: {error.strerror}; choose another --port") from error
+    return listener
+
+
+def serve(config: EngineConfig, args: ServerArgs) -> int:
+    """Serve until SIGTERM, SIGINT or the engine's end; the process's exit status.
+
+    Raises:
+        ConfigError: the port, an argument or the model is wrong; nothing is left running.
+    """
+    listener = bind(args.host, args.port)
+    try:
+        return asyncio.run(_serve(config, args, listener))
+    finally:
+        listener.close()
+
+
+async def _serve(config: EngineConfig, args: ServerArgs, listener: socket.socket) -> int:
+    client = EngineClient(config, logger.getEffectiveLevel())
+    try:
+        tokenizer, _ = await asyncio.gather(asyncio.to_thread(load_tokenizer, config), client.start())
+        serving = Serving(client, tokenizer, args, Metrics(client))
+        app = create_app(serving)
+        server = DrainingServer(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                timeout_keep_alive=HEADER_TIMEOUT_S,
+                timeout_graceful_shutdown=int(args.drain_timeout_s),
+                server_header=False,
+            )
+        )
+        host, port = listener.getsockname()[:2]
+        logger.info("serving %s on http://%s:%d", serving.model_name, host, port)
+        watch = asyncio.create_task(_stop_with_engine(client, server))
+        await server.serve(sockets=[listener])
+        watch.cancel()
+        if client.died.is_set():
+            logger.error("the engine process has ended: %s", client.reason)
+            return STATUS_ENGINE_DIED
+        return 0
+    finally:
+        await client.stop()
+
+
+async def _stop_with_engine(client: EngineClient, server: uvicorn.Server) -> None:
+    await client.died.wait()
+    server.should_exit = True

@@ -1,0 +1,193 @@
+"""Two processes that live and end together; keys, limits, and what is said before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOW = {"text": "x", "sampling_params": {"max_new_tokens": 450, "ignore_eos": True}}
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_for(condition, limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_when_the_engine_dies_clients_are_told_and_the_server_ends(own_server, number):
+    server = own_server()
+    engine = server.engine_pid()
+    with server.http() as client, client.stream("POST", "/generate", json={**SLOW, "stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        os.kill(engine, number)
+        rest = [line for line in lines if line]
+    assert any("engine has stopped" in line for line in rest)
+    assert server.process.wait(10) == 3
+    assert "ended with status" in server.log.read_text()
+
+
+def test_when_the_server_dies_the_engine_ends_too(own_server):
+    server = own_server()
+    engine = server.engine_pid()
+    server.process.send_signal(signal.SIGKILL)
+    wait_for(lambda: not is_alive(engine))
+
+
+def test_sigterm_drains_what_is_in_flight(own_server):
+    server = own_server()
+    engine = server.engine_pid()
+    with server.http() as client, client.stream("POST", "/generate", json={**SLOW, "stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "draining" in server.log.read_text())
+        with pytest.raises(httpx.TransportError):
+            httpx.post(f"{server.url}/generate", json=SLOW, timeout=2.0)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert '"length"' in rest[-2]
+    assert server.process.wait(10) == 0
+    assert not is_alive(engine)
+
+
+def test_draining_has_a_limit(own_server):
+    server = own_server("--drain-timeout-s", "1")
+    with server.http() as client, client.stream("POST", "/generate", json={**SLOW, "stream": True}) as answer:
+        next(answer.iter_lines())
+        server.post("/pause_generation", {"mode": "in_place"})
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+
+
+def test_a_step_that_hangs_is_seen(own_server):
+    server = own_server("--watchdog-timeout-s", "0.5")
+    engine = server.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+        assert "not been heard of" in httpx.get(f"{server.url}/ready").text
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+
+
+def rung(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from engine.cli import main; main()", "serve", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(tiny_model):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = rung("--model", "/no/such/model", "--port", str(port))
+    assert ended.returncode == 2
+    assert f"port={port} cannot be had" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--model", "/no/such/model"), "/no/such/model"),
+        (("--max-total-tokens", "1"), "max_total_tokens"),
+        (("--port", "70000"), "port=70000"),
+        (("--config", "/no/such/file"), "cannot be read"),
+    ],
+)
+def test_a_start_that_cannot_be_ends_with_the_reason(tiny_model, arguments, says):
+    given = arguments if "--model" in arguments else ("--model", str(tiny_model), *arguments)
+    ended = rung("--device", "cpu", *(("--port", "0") if "--port" not in given else ()), *given)
+    assert ended.returncode == 2
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_flags_from_a_file_and_the_command_line_wins(own_server, tmp_path):
+    file = tmp_path / "flags.yaml"
+    file.write_text("page-size: 32\nserved_model_name: from-file\nmax-running-requests: 7\n")
+    server = own_server("--config", str(file), "--served-model-name", "from-flag")
+    info = server.get("/server_info")
+    assert (info["allocation_page"], info["num_rows"], info["served_model_name"]) == (32, 7, "from-flag")
+    file.write_text("page-sise: 32\n")
+    assert "did you mean page_size" in rung("--config", str(file)).stderr
+    file.write_text("- a\n- b\n")
+    assert "flags and their values" in rung("--config", str(file)).stderr
+
+
+def test_keys_open_what_they_are_for(own_server):
+    server = own_server("--api-key", "one,two", env={"RUNG_ADMIN_API_KEY": "boss"})
+    body = {"text": "secret words " * 8, "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
+    for path in ("/health", "/ready", "/health_generate"):
+        server.get(path)
+    for key in (None, "wrong", "boss"):
+        assert server.post("/generate", body, 401, key=key)["error"]["type"] == "authentication_error"
+        assert server.get("/v1/models", 401, key=key)
+    for key in (None, "one"):
+        server.get("/server_info", 401, key=key)
+        server.post("/flush_cache", {}, 401, key=key)
+    assert server.get("/server_info", key="boss")["model"]
+    first = server.post("/generate", body, key="one")
+    assert server.post("/generate", body, key="one")["meta_info"]["cached_tokens"] > 0
+    other = server.post("/generate", body, key="two")
+    assert other["meta_info"]["cached_tokens"] == 0, "prefixes are not shared between keys"
+    assert other["text"] == first["text"]
+    server.post("/open_session", {"session_id": "mine"}, key="one")
+    server.get("/sessions/mine", 404, key="two")
+    server.post("/open_session", {"session_id": "mine"}, key="two")
+    server.post("/abort_request", {"abort_all": True}, 400, key="one")
+    assert "secret" not in server.log.read_text()
+    assert not any(key in server.log.read_text() for key in ("one,two", "boss"))
+
+
+def test_prefixes_are_shared_between_keys_when_that_is_wanted(own_server):
+    server = own_server("--api-key", "one,two", "--share-prefix-across-keys")
+    body = {"text": "words " * 20, "sampling_params": {"max_new_tokens": 2}}
+    server.post("/generate", body, key="one")
+    assert server.post("/generate", body, key="two")["meta_info"]["cached_tokens"] > 0
+    server.get("/metrics", 403, key="one")
+
+
+def test_sizes_and_numbers_have_limits(own_server):
+    server = own_server("--max-body-bytes", "2048", "--max-concurrent-requests", "2")
+    assert server.post("/generate", {"text": "x" * 4000}, 413)["error"]["code"] == "body_too_large"
+
+    def chunks():
+        for _ in range(100):
+            yield b" " * 100
+
+    with server.http() as client:
+        assert client.post("/generate", content=chunks()).status_code == 413
+    with server.http() as client, client.stream("POST", "/generate", json={**SLOW, "stream": True}) as one:
+        next(one.iter_lines())
+        with client.stream("POST", "/generate", json={**SLOW, "stream": True}) as two:
+            next(two.iter_lines())
+            server.post("/tokenize", {"prompt": "x"}, 503)
+            with server.http() as third:
+                refused = third.post("/generate", json=SLOW)
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["code"] == "overloaded"
+            server.get("/health")
+    server.wait_until_idle()
+    server.post("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 1}})
