@@ -1,4 +1,4 @@
-"""Faults that other engines had with conversations (CASES.md, group c; sessions-and-trees.md 1.6), none of them here."""
+"""Faults that other engines had with conversations (CASES.md, group c; sessions-and-trees.md 1.6)."""
 
 from __future__ import annotations
 
