@@ -13,7 +13,7 @@ import numpy as np
 
 from devices.base import Capabilities, ResumeUnit
 from devices.page_pool import PageFamilies, PageFamily
-from devices.pages import ceil_page, page_count
+from devices.pages import align_resume, ceil_page, page_count
 from engine.core import EngineCore
 from engine.scheduler.scheduler import Scheduler
 from engine.step import StepInput, StepOutput
@@ -49,10 +49,13 @@ class HashExecutor:
         fail_next: so many requests of the next steps, one a step, have a result that is not a number.
     """
 
-    def __init__(self, families: PageFamilies, geometry: RowGeometry, num_rows: int) -> None:
+    def __init__(
+        self, families: PageFamilies, geometry: RowGeometry, num_rows: int, capabilities: Capabilities
+    ) -> None:
         pool = families.pools["full"]
         self._pool = pool
         self._page_size = geometry.page_size
+        self._capabilities = capabilities
         self._kv = np.full((pool.num_pages + 1, geometry.page_size), SPOILT, dtype=np.int64)
         self._tables = np.zeros((num_rows + 1, table_width(geometry, geometry.families[0])), dtype=np.int32)
         self.version = 0
@@ -83,6 +86,8 @@ class HashExecutor:
         end = start + len(token_ids)
         pages = self._tables[row, : page_count(end, self._page_size)]
         assert pages.all(), "the row names the padding page"
+        if len(token_ids) > 1:
+            assert start == align_resume(start, self._page_size, self._capabilities), "this device cannot resume here"
         kv = self._kv[pages].reshape(-1)
         # Every token read is one that was written, and all were written one behind the other.
         past = _joined(kv[:start])
@@ -157,7 +162,7 @@ def make_core(
         chunk_tokens=chunk_tokens,
         clock=clock or Clock(),
     )
-    executor = HashExecutor(families, rows.geometry, num_rows)
+    executor = HashExecutor(families, rows.geometry, num_rows, capabilities)
     return EngineCore(
         scheduler,
         executor,  # type: ignore[arg-type]

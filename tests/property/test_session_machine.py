@@ -205,6 +205,9 @@ class Sessions(RuleBasedStateMachine):
     def whole_turn(self, data, max_new, retract_at):
         """Begun and brought to its end, with everything else that waits."""
         talk = self.talk(data, idle=True)
+        if not self.asks and data.draw(st.integers(0, 5), label="new weights") == 0:
+            self.core._weights_version += 1
+            self.executor.version += 1
         if talk is not None:
             self.begin(data, talk, max_new, {EOS})
             self.run(200, retract_at)
@@ -325,12 +328,6 @@ class Sessions(RuleBasedStateMachine):
             return
         self.core.flush_cache()
         assert self.core.allocator.num_available == self.core.stats()["free_pages"] == self.core.allocator.num_pages
-
-    @precondition(lambda self: not self.asks and any(talk.turns for talk in self.talks.values()))
-    @rule()
-    def new_weights(self):
-        self.core._weights_version += 1
-        self.executor.version += 1
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 10.0]))
     def time_passes(self, seconds):
