@@ -77,6 +77,7 @@ class HashExecutor:
         if self.fail_next:
             self.fail_next -= 1
             is_finite[-1] = False
+            self._spoil(int(step.rows[-1]), int(step.starts[-1]), int(step.num_new[-1]))
         has_token = step.is_sampled & is_finite
         return StepOutput(
             step.step_id, has_token.astype(np.int32), np.array(next_ids, dtype=np.int32)[has_token], is_finite
@@ -96,6 +97,10 @@ class HashExecutor:
             past = _joined_with(past, position, int(kv[position]))
         self._kv[pages[start // self._page_size :]] = kv.reshape(-1, self._page_size)[start // self._page_size :]
         return _token(past)
+
+    def _spoil(self, row: int, start: int, num_new: int) -> None:
+        for position in range(start, start + num_new):
+            self._kv[self._tables[row, position // self._page_size], position % self._page_size] = SPOILT
 
 
 _WEIGHTS = np.random.default_rng(5).integers(1, 1 << 62, 4096).astype(np.int64) | 1

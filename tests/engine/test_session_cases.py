@@ -421,3 +421,70 @@ def test_a_plain_prompt_meets_a_session_that_says_the_same(tiny_path, expected):
     assert turn.output_ids == same.output_ids == expected[1]
     llm.core.close_session(session.id)
     assert_idle(llm)
+
+
+def hash_turn(core, name: str, ids: list[int], max_new: int):
+    """A turn on the engine without a model, to its end."""
+    request = core.add_turn(name, np.array(ids, np.int32), params(max_new))
+    while core.has_work:
+        core.step()
+        assert core.audit() == []
+    return request
+
+
+def test_the_row_protects_the_first_prompt_and_no_more():
+    """While the row is held the tree has the first turn's prompt only; a row that was lost starts anew."""
+    core = make_core(page_size=4)
+    session = core.sessions.open("s")
+    hash_turn(core, "s", list(range(1, 10)), 5)
+    record = session.slot.record
+    for new in ([1, 2, 3, 4, 5], [6] * 8):
+        hash_turn(core, "s", new, 5)
+        assert record.cache_protected_len == 8
+    core.sessions.demote_all()
+    history = len(session.log)
+    request = hash_turn(core, "s", [7] * 5, 3)
+    assert request.cached_tokens == (history - 1) // 4 * 4
+    assert record.cache_protected_len == (history + 5) // 4 * 4
+
+
+def test_an_aborted_first_turn_leaves_its_pages_to_the_tree():
+    """The session has no history then; a prompt that says the same need not compute it again."""
+    core = make_core(page_size=4)
+    core.sessions.open("s")
+    request = core.add_turn("s", np.arange(1, 10, dtype=np.int32), params(20))
+    for _ in range(8):
+        core.step()
+    said = request.output_ids
+    assert len(said) == 8
+    core.abort(request.id)
+    assert core.stats()["tree_evictable_pages"] == 4
+    again = core.add(np.array([*range(1, 10), *said], np.int32), params(2))[0]
+    core.step()
+    assert again.cached_tokens == 16
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+def test_a_forward_that_went_wrong_leaves_nothing(in_session):
+    """What it wrote is in no cache, and the history is that of the turn before it."""
+    core = make_core(page_size=4)
+    session = core.sessions.open("s")
+    said = hash_turn(core, "s", [1, 2, 3], 4).output_ids if in_session else []
+    before = [1, 2, 3, *said] if in_session else []
+    assert session.log.tokens.tolist() == before
+    core.runner.fail_next = 1
+    request = hash_turn(core, "s", list(range(9, 20)), 5)
+    assert request.finish.reason == "error"
+    assert session.log.tokens.tolist() == before
+    assert session.held_tokens == 0
+    assert hash_turn(core, "s", list(range(9, 20)), 5).output_ids == answer_to([*before, *range(9, 20)], 5)
+    core.close_session("s")
+    assert core.stats()["tree_protected_pages"] == 0
+
+
+def test_a_first_turn_that_went_wrong_is_found_by_nobody():
+    core = make_core(page_size=4)
+    core.sessions.open("s")
+    core.runner.fail_next = 1
+    assert hash_turn(core, "s", list(range(1, 12)), 5).finish.reason == "error"
+    assert core.stats()["free_pages"] == core.stats()["num_pages"]
