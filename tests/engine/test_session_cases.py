@@ -488,3 +488,48 @@ def test_a_first_turn_that_went_wrong_is_found_by_nobody():
     core.runner.fail_next = 1
     assert hash_turn(core, "s", list(range(1, 12)), 5).finish.reason == "error"
     assert core.stats()["free_pages"] == core.stats()["num_pages"]
+
+
+def branch_with_shared_tail(num_pages: int):
+    """An engine with a trunk of 13 written tokens in four pages, and a branch cut to 10 that shares its third page."""
+    core = make_core(page_size=4, num_pages=num_pages)
+    trunk = core.sessions.open("trunk")
+    hash_turn(core, "trunk", [1, 2, 3, 4, 5], 9)
+    core.sessions.fork("trunk", length=12, new_id="branch")
+    core.sessions.rewind("branch", 10)
+    return core, trunk.log.tokens.tolist()
+
+
+def test_a_branch_copies_the_page_that_it_shares_before_it_writes():
+    core, history = branch_with_shared_tail(16)
+    assert hash_turn(core, "branch", [6, 7], 5).output_ids == answer_to([*history[:10], 6, 7], 5)
+    assert hash_turn(core, "trunk", [8], 5).output_ids == answer_to([*history, 8], 5)
+
+
+def test_the_page_for_the_copy_may_be_the_trees():
+    """No page is free, and the copy has the only one that nobody uses."""
+    core, history = branch_with_shared_tail(6)
+    core.add(np.full(8, 9, np.int32), params(1))
+    while core.has_work:
+        core.step()
+    assert (core.stats()["free_pages"], core.stats()["tree_evictable_pages"]) == (0, 2)
+    request = core.add_turn("branch", np.array([6, 7], np.int32), params(1))
+    for _ in range(5):
+        core.step()
+    assert request.output_ids == answer_to([*history[:10], 6, 7], 1)
+
+
+def test_a_row_leaves_what_is_behind_pages_that_the_tree_knows():
+    """Pages that a branch shares as well are no obstacle when the tree has them already."""
+    core = make_core(page_size=4)
+    trunk = core.sessions.open("trunk")
+    hash_turn(core, "trunk", [1, 2, 3, 4], 13)
+    history = trunk.log.tokens.tolist()
+    core.sessions.fork("trunk", length=12, new_id="branch")
+    core.add(np.array(history[:13], np.int32), params(1))
+    while core.has_work:
+        core.step()
+    core.sessions.demote_all()
+    again = core.add(np.array([*history, 1], np.int32), params(1))[0]
+    core.step()
+    assert again.cached_tokens == 16

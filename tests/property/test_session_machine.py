@@ -213,6 +213,25 @@ class Sessions(RuleBasedStateMachine):
             self.run(400, retract_at)
             assert not self.core.has_work, "no progress"
 
+    @precondition(lambda self: not self.in_flight)
+    @rule(data=st.data(), then_parent=st.booleans())
+    def branch(self, data, then_parent):
+        """A fork that is cut inside the pages that it shares, and goes its own way beside its parent."""
+        fitting = [talk for talk in self.talks.values() if talk.running is None and talk.turns]
+        if not fitting or len(self.talks) >= MAX_SESSIONS:
+            return
+        talk = data.draw(st.sampled_from(fitting), label="session")
+        child = Talk(self.core.sessions.fork(talk.session.id), list(talk.turns))
+        self.talks[child.session.id] = child
+        keep = data.draw(lengths(len(child.history)).filter(lambda n: 0 <= n <= len(child.history)), label="keep")
+        self.core.sessions.rewind(child.session.id, keep)
+        child.cut(keep)
+        self.begin(data, child, 5, {EOS})
+        if then_parent:
+            self.begin(data, talk, 5, {EOS})
+        self.run(400)
+        assert not self.core.has_work, "no progress"
+
     def begin(self, data: st.DataObject, talk: Talk, max_new: int, stops: set[int], limit: bool = False) -> None:
         history, session = talk.history, talk.session
         kept = data.draw(st.none() | lengths(len(history)), label="keep") if history else None
