@@ -482,4 +482,4 @@ class Sessions(RuleBasedStateMachine):
 
 
 def test_sessions_in_any_order_of_events():
-    run_state_machine_as_test(Sessions, settings=settings(max_examples=120, stateful_step_count=50, deadline=None))
+    run_state_machine_as_test(Sessions, settings=settings(max_examples=90, stateful_step_count=50, deadline=None))
