@@ -401,6 +401,13 @@ class KvAllocator:
             for name in self._pool_names
         )
 
+    def unshare_tail(self, record: ReqKvInfo) -> None:
+        """Let idle rows go until none shares the page that the row writes next: then it needs no copy of its own."""
+        for holding in list(self.idle):
+            if not self.shares_tail(record):
+                return
+            self.idle.demote(holding)
+
     def own_tail(self, record: ReqKvInfo) -> None:
         """Replace a shared page that the row is about to write by a copy, which the next step makes first.
 

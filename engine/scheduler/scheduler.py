@@ -241,8 +241,11 @@ class Scheduler:
         # Alone it needs its known tokens only; beside others, what everybody will probably use must fit.
         length = self._estimate.expected_len(request) if self.running else request.num_known
         needed = page_count(length, self._page_size) - page_count(start, self._page_size)
-        needed += self._pages_of_siblings(request) + allocator.shares_tail(record)
-        is_short = num_new == 0 or allocator.lacking(needed + promised) > 0
+        needed += self._pages_of_siblings(request)
+        if not self.running and allocator.lacking(needed + allocator.shares_tail(record)):
+            # Nobody's end will bring a page for the copy of a shared one, and whoever shares it is idle.
+            allocator.unshare_tail(record)
+        is_short = num_new == 0 or allocator.lacking(needed + allocator.shares_tail(record) + promised) > 0
         if is_short or not self._take(plan([extend(record, start + num_new, prefix)]), record):
             self._put_back(request)
             return None

@@ -544,3 +544,21 @@ def test_the_walk_shortens_a_match_to_where_every_component_can_continue() -> No
     assert found.num_pages == 2
     assert sum(node.num_pages for node in found.path) == 2
     assert match(books, blocks([0], 4)) == Match((), 0)
+
+
+def test_pages_behind_locks_are_those_that_nobody_else_locks() -> None:
+    """What giving some receipts back would unlock, for every choice among four on one tree."""
+    books = make_books(4)
+    for head in ([0, 1, 2], [0, 1, 3, 4], [5]):
+        insert(books, blocks(head, 4))
+    receipts = [lock(books, blocks(head, 4)) for head in ([0, 1, 2], [0], [0, 1, 3, 4], [0, 1, 3, 4])]
+    for n in range(len(receipts) + 1):
+        for chosen in combinations(range(len(receipts)), n):
+            before = books.tree.num_evictable
+            promised = books.tree.num_pages_behind([receipts[i] for i in chosen])
+            for i in chosen:
+                books.tree.unlock(receipts[i])
+            assert books.tree.num_evictable - before == promised
+            for i in chosen:
+                receipts[i] = lock(books, blocks(([0, 1, 2], [0], [0, 1, 3, 4], [0, 1, 3, 4])[i], 4))
+    well_formed(books, *receipts)
