@@ -162,11 +162,11 @@ class Abort:
         for member in family:
             if member is ticket or member.request.status is RequestStatus.FORKING:
                 member.is_abort_asked = True
-        has_ended = world.core.abort(ticket.request.id)
-        if has_ended is not (ticket.request.finish is not None):
-            raise BrokenPromise("abort", f"{state} request {ticket.request.id}: said {has_ended}")
-        if not has_ended and not state.endswith("in-flight"):
-            raise BrokenPromise("abort", f"{state} request {ticket.request.id} did not end at once")
+        if not world.core.abort(ticket.request.id):
+            raise BrokenPromise("abort", f"{state} request {ticket.request.id} is not known")
+        has_ended = ticket.request.finish is not None
+        if has_ended is state.endswith("in-flight"):
+            raise BrokenPromise("abort", f"{state} request {ticket.request.id} has ended: {has_ended}")
         if has_ended and world.core.abort(ticket.request.id):
             raise BrokenPromise("abort", f"{state} request {ticket.request.id} was aborted twice")
         return f"abort#{self.key}"
@@ -202,13 +202,13 @@ def _fits(world: World, ticket: Ticket) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """The next result of a running request is no number. `place`: among the running ones."""
+    """The result of a launched step is no number for one of its requests. `place`: among the running ones."""
 
     place: int
 
     def apply(self, world: World) -> str:
         ticket = world.running(self.place)
-        if ticket is None:
+        if ticket is None or not world.core.in_flight:
             return "nan?"
         world.runner.nan_row = ticket.request.kv.row
         ticket.is_nan_due = True
