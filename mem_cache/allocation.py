@@ -279,7 +279,7 @@ class KvAllocator:
                 self._copies.append(PageCopy(name, int(ids[whole]), new))
         child.schedule(length)
         child.commit(length)
-        return self.tree.lock_again(lock)
+        return self.tree.lock_again(lock, in_tree)
 
     def take_copies(self) -> tuple[PageCopy, ...]:
         """Copies that the next step must make first, in order."""
