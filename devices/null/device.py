@@ -8,13 +8,14 @@ becomes free. The registry does not know this device: it has no attention, nothi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from devices.base import Capabilities, ResumeUnit
 from devices.page_pool import PADDING_PAGE
-from devices.pages import IntArray, ragged_positions, ragged_slots
+from devices.pages import IntArray, page_count, ragged_positions, ragged_slots
 
 HashArray = npt.NDArray[np.uint64]
 
@@ -66,6 +67,7 @@ class NullKv:
         self.weights_version = 0
         self._by_page = self.pairs.reshape(num_pages + 1, page_size, 2)
         self._page_size = page_size
+        self._index = np.arange(1024, dtype=np.uint64)
 
     def write(self, rows: Rows, token_ids: IntArray) -> None:
         """Put the new tokens of all rows into their slots. `token_ids`: int32 [sum(num_new)], row after row."""
@@ -76,12 +78,16 @@ class NullKv:
 
     def read(self, rows: Rows) -> HashArray:
         """Hash of every slot of `[0, starts + num_new)` of each row, uint64 [batch]."""
-        lengths = rows.starts + rows.num_new
-        zeros = np.zeros_like(lengths)
-        slots = ragged_slots(rows.tables, zeros, lengths, self._page_size)
-        index = ragged_positions(zeros, lengths).astype(np.uint64)
-        pairs = self.pairs[slots].view(np.uint64)
-        first = np.concatenate([zeros[:1], np.cumsum(lengths)[:-1]])
+        lengths = (rows.starts + rows.num_new).tolist()
+        parts = []
+        for table, length in zip(rows.tables, lengths, strict=True):
+            pages = table[: page_count(length, self._page_size)]
+            parts.append(self._by_page[pages].reshape(-1, 2)[:length])
+        while len(self._index) < max(lengths):
+            self._index = np.arange(2 * len(self._index), dtype=np.uint64)
+        pairs = np.concatenate(parts).view(np.uint64)
+        index = np.concatenate([self._index[:length] for length in lengths])
+        first = [0, *accumulate(lengths[:-1])]
         hashes: HashArray = np.add.reduceat(_mixed(index, pairs[:, 0], pairs[:, 1]), first)
         return hashes
 

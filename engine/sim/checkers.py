@@ -6,7 +6,7 @@ A checker looks at the world at four moments: before a launch ("start"), after i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -21,7 +21,10 @@ Moment = Literal["start", "launched", "collected", "idle"]
 
 
 class Checker(Protocol):
-    """Looks at a world; what it remembers between looks is of one run."""
+    """Looks at a world at its moments; what it remembers between looks is of one run."""
+
+    @property
+    def moments(self) -> tuple[Moment, ...]: ...
 
     def look(self, world: World, moment: Moment) -> None: ...
 
@@ -29,17 +32,19 @@ class Checker(Protocol):
 class Audit:
     """The owner census, after every half step."""
 
+    moments: tuple[Moment, ...] = ("launched", "collected", "idle")
+
     def look(self, world: World, moment: Moment) -> None:
-        if moment != "start" and (violations := world.core.audit()):
+        if (violations := world.core.audit()):
             raise Leak("audit", "; ".join(map(str, violations[:4])))
 
 
 class Idle:
-    """Nothing runs: every page is free or the tree's, every row is free, no lock and no fence is out."""
+    """Nothing runs: every page is free or the tree's, every row is free, no lock is out."""
+
+    moments: tuple[Moment, ...] = ("idle",)
 
     def look(self, world: World, moment: Moment) -> None:
-        if moment != "idle":
-            return
         stats = world.core.stats()
         if stats["free_pages"] + stats["tree_evictable_pages"] != stats["num_pages"]:
             raise Leak("idle", f"pages are lost: {stats}")
@@ -52,9 +57,9 @@ class Idle:
 class Tokens:
     """The oracle: every output token at the moment it appears, and every end with its reason."""
 
+    moments: tuple[Moment, ...] = ("launched", "collected")
+
     def look(self, world: World, moment: Moment) -> None:
-        if moment not in ("launched", "collected"):
-            return
         for ticket in world.tickets:
             request, seen = ticket.request, ticket.num_seen
             if request.num_output != seen:
@@ -107,9 +112,9 @@ class Tokens:
 class Reports:
     """The engine names each request that ended, once, unless an abort ended it at once."""
 
+    moments: tuple[Moment, ...] = ("launched", "collected")
+
     def look(self, world: World, moment: Moment) -> None:
-        if moment not in ("launched", "collected"):
-            return
         live = {id(ticket.request) for ticket in world.tickets}
         named: set[int] = set()
         for request in world.changed:
@@ -124,19 +129,20 @@ class Reports:
 class Deadlines:
     """A request whose time is up does not get past the next launch."""
 
+    moments: tuple[Moment, ...] = ("launched",)
+
     def look(self, world: World, moment: Moment) -> None:
-        if moment == "launched":
-            for ticket in world.tickets:
-                if ticket.request.deadline_s <= world.clock.now_s and ticket.request.finish is None:
-                    raise BrokenPromise("deadlines", f"{ticket.request.id} is late and goes on")
+        for ticket in world.tickets:
+            if ticket.request.deadline_s <= world.clock.now_s and ticket.request.finish is None:
+                raise BrokenPromise("deadlines", f"{ticket.request.id} is late and goes on")
 
 
 class Hits:
     """What a request takes from the cache was computed before, in its own namespace and since the last flush."""
 
+    moments: tuple[Moment, ...] = ("launched", "collected")
+
     def look(self, world: World, moment: Moment) -> None:
-        if moment not in ("launched", "collected"):
-            return
         for ticket in world.tickets:
             request = ticket.request
             if request.cached_tokens is not None and ticket.cursor is None:
@@ -167,6 +173,7 @@ class Progress:
     somebody gets a token or ends, however often requests are sent back.
     """
 
+    moments: tuple[Moment, ...] = ("launched", "collected")
     num_stuck: int = 0
     num_fruitless: int = 0
     fruit: int = 0
@@ -177,7 +184,7 @@ class Progress:
             self.num_stuck = self.num_stuck + 1 if is_idle and not world.is_blocked else 0
             if self.num_stuck > 1:
                 raise NoProgress("progress", f"nothing was launched twice, and work waits: {world.core.stats()}")
-        elif moment == "collected":
+        else:
             fruit = world.num_ended + sum(ticket.request.num_output for ticket in world.tickets)
             is_fruitless = world.core.has_work and fruit == self.fruit and not world.is_blocked
             self.num_fruitless = self.num_fruitless + 1 if is_fruitless else 0
@@ -192,81 +199,84 @@ class Fairness:
     """Who is admitted has the best claim of all who wait.
 
     fcfs: sent back before, or older. priority: nobody more important waits, and nobody far less important runs while
-    one waits. lpm: at most `PATIENCE` and a queue of others go before one that is older.
+    one waits. lpm: at most `PATIENCE` younger ones, and those of the same step, go before one that never ran.
+
+    Attributes:
+        waiting: who waited before the launch.
+        passed: younger ones admitted before each arrival that waits.
     """
 
+    moments: tuple[Moment, ...] = ("start", "launched")
     waiting: list[Request] = field(default_factory=list)
+    passed: Counter[int] = field(default_factory=Counter)
 
     def look(self, world: World, moment: Moment) -> None:
-        scheduler = world.core.scheduler
         if moment == "start":
-            self.waiting = list(scheduler.waiting)
-        elif moment == "launched":
-            admitted = [request for request in self.waiting if request.status is RequestStatus.RUNNING]
-            still = [request for request in self.waiting if request.status is RequestStatus.WAITING]
-            _RULES[world.config.policy](world, admitted, still)
+            self.waiting = list(world.core.scheduler.waiting)
+            return
+        admitted = [request for request in self.waiting if request.status is RequestStatus.RUNNING]
+        still = [request for request in self.waiting if request.status is RequestStatus.WAITING]
+        if not admitted and world.config.policy != "priority":
+            return
+        if world.config.policy == "fcfs":
+            self._by_arrival(world, admitted, still)
+        elif world.config.policy == "priority":
+            self._by_priority(world, admitted, still)
+        else:
+            self._by_hits(world, admitted, still)
+
+    def _by_arrival(self, world: World, admitted: list[Request], still: list[Request]) -> None:
+        siblings = {id(ticket.request) for ticket in world.tickets if ticket.index}
+        for request in admitted:
+            for other in still:
+                is_older = other.arrival < request.arrival and id(other) not in siblings
+                if _is_fresh(request) and (not _is_fresh(other) or is_older):
+                    raise Unfair("fairness", f"{request.id} was admitted while {other.id} waits")
+
+    def _by_priority(self, world: World, admitted: list[Request], still: list[Request]) -> None:
+        for request in admitted:
+            for other in still:
+                if other.priority > request.priority:
+                    raise Unfair("fairness", f"{request.id} was admitted while {other.id} waits, more important")
+        if world.config.chunk_tokens is not None or world.is_blocked or not still:
+            return
+        best = max(request.priority for request in still)
+        for other in world.core.scheduler.running:
+            if other.priority < best - world.config.preemption_threshold:
+                raise Unfair("fairness", f"{other.id} of priority {other.priority} runs while one of {best} waits")
+
+    def _by_hits(self, world: World, admitted: list[Request], still: list[Request]) -> None:
+        for other in filter(_is_fresh, still):
+            self.passed[other.arrival] += sum(_is_fresh(r) and r.arrival > other.arrival for r in admitted)
+            num_passed = self.passed[other.arrival]
+            if num_passed > PATIENCE + world.config.num_rows:
+                raise Unfair("fairness", f"{other.id} was passed over {num_passed} times")
 
 
 def _is_fresh(request: Request) -> bool:
     return request.num_retractions == 0
 
 
-def _by_arrival(world: World, admitted: list[Request], still: list[Request]) -> None:
-    for request in admitted:
-        for other in still:
-            is_older = other.arrival < request.arrival and not _is_sibling(world, other)
-            if _is_fresh(request) and (not _is_fresh(other) or is_older):
-                raise Unfair("fairness", f"{request.id} was admitted while {other.id} waits")
-
-
-def _by_priority(world: World, admitted: list[Request], still: list[Request]) -> None:
-    for request in admitted:
-        for other in still:
-            if other.priority > request.priority:
-                raise Unfair("fairness", f"{request.id} was admitted while {other.id} waits, more important")
-    if world.config.chunk_tokens is not None or world.is_blocked or not still:
-        return
-    best = max(request.priority for request in still)
-    for other in world.core.scheduler.running:
-        if other.priority < best - world.config.preemption_threshold:
-            raise Unfair("fairness", f"{other.id} of priority {other.priority} runs while one of {best} waits")
-
-
-def _by_hits(world: World, admitted: list[Request], still: list[Request]) -> None:
-    for request in still:
-        if request.passed_over > PATIENCE + world.config.num_rows:
-            raise Unfair("fairness", f"{request.id} was passed over {request.passed_over} times")
-
-
-def _is_sibling(world: World, request: Request) -> bool:
-    return any(ticket.index for ticket in world.tickets if ticket.request is request)
-
-
-_RULES: dict[str, Callable[[World, list[Request], list[Request]], None]] = {
-    "fcfs": _by_arrival,
-    "priority": _by_priority,
-    "lpm": _by_hits,
-}
-
-
 class Fences:
     """What the tree had when a reader outside put its fence up is unchanged until the fence is lifted."""
 
+    moments: tuple[Moment, ...] = ("collected",)
+
     def look(self, world: World, moment: Moment) -> None:
-        if moment == "collected":
-            for late in world.fences:
-                if not (world.runner.kv.content(late.pages) == late.content).all():
-                    raise BrokenPromise("fences", f"pages changed under a reader, {late.lift_at - world.step} steps early")
+        for late in world.fences:
+            if not (world.runner.kv.content(late.pages) == late.content).all():
+                raise BrokenPromise("fences", f"pages changed under a reader, {late.lift_at - world.step} steps early")
 
 
 class Width:
     """No row reserves more than a page behind what it needs: a reserve that nobody wanted is lost for others."""
 
+    moments: tuple[Moment, ...] = ("launched",)
+
     def look(self, world: World, moment: Moment) -> None:
-        if moment == "launched":
-            for request in world.core.scheduler.running:
-                if request.kv.kv_allocated_len > ceil_page(request.num_known, world.config.page_size):
-                    raise Leak("width", f"{request.id} knows {request.num_known} tokens: {request.kv}")
+        for request in world.core.scheduler.running:
+            if request.kv.kv_allocated_len > ceil_page(request.num_known, world.config.page_size):
+                raise Leak("width", f"{request.id} knows {request.num_known} tokens: {request.kv}")
 
 
 def checkers() -> list[Checker]:

@@ -55,18 +55,18 @@ class NullRunner:
         if self._is_canary and step.step_id % 50 == 0:
             tables[:, 0] = 0
         token_ids = step.token_ids
-        is_finite = step.rows != self.nan_row if self.nan_row is not None else np.ones(len(step.rows), dtype=np.bool_)
-        if not is_finite.all():
+        is_finite = np.ones(len(step.rows), dtype=np.bool_)
+        if self.nan_row is not None:
+            is_finite = step.rows != self.nan_row
             token_ids = np.where(np.repeat(is_finite, step.num_new), token_ids, SPOILED).astype(np.int32)
-        self.nan_row = None
+            self.nan_row = None
         self.kv.write(Rows(tables, step.starts, step.num_new), token_ids)
-        has_token = step.is_sampled & is_finite
+        which = step.is_sampled
         tokens = np.empty(0, dtype=np.int32)
-        if step.is_sampled.any():
-            which = step.is_sampled
+        if len(step.sampling.seed):
             hashes = self.kv.read(Rows(tables[which], step.starts[which], step.num_new[which]))
             tokens = next_tokens(hashes, _salts(step.sampling), self._vocab_size)[is_finite[which]]
-        return StepOutput(step.step_id, has_token.astype(np.int32), tokens, is_finite)
+        return StepOutput(step.step_id, (which & is_finite).astype(np.int32), tokens, is_finite)
 
     def _spoil(self, targets: set[int]) -> None:
         """Spoil what became free; a page that was taken again for a copy already has its new content."""

@@ -35,8 +35,8 @@ class Player:
     """One run of one script."""
 
     world: World
-    checkers: list[Checker]
     sink: Sink | None
+    looks: dict[Moment, list[Checker]]
 
     def step(self, before: Sequence[Event], in_flight: Sequence[Event]) -> None:
         world = self.world
@@ -58,7 +58,7 @@ class Player:
         world.step += 1
 
     def _look(self, moment: Moment) -> None:
-        for checker in self.checkers:
+        for checker in self.looks[moment]:
             checker.look(self.world, moment)
 
     def _settle(self) -> None:
@@ -114,7 +114,11 @@ def play(config: WorldConfig, script: Sequence[Timed], num_steps: int, sink: Sin
     due: dict[tuple[int, bool], list[Event]] = defaultdict(list)
     for timed in script:
         due[timed.step, timed.in_flight].append(timed.event)
-    player = Player(build(config), checkers(), sink)
+    looks: dict[Moment, list[Checker]] = {"start": [], "launched": [], "collected": [], "idle": []}
+    for checker in checkers():
+        for moment in checker.moments:
+            looks[moment].append(checker)
+    player = Player(build(config), sink, looks)
     world = player.world
     try:
         for step in range(num_steps):

@@ -177,6 +177,17 @@ def draw_abort(swarm: Swarm) -> Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class AbortRunning:
+    """The same for a running request, which a key seldom meets. `place`: among the running ones."""
+
+    place: int
+
+    def apply(self, world: World) -> str:
+        ticket = world.running(self.place)
+        return "abort?" if ticket is None else Abort(ticket.key, ticket.index).apply(world)
+
+
+@dataclass(frozen=True, slots=True)
 class Retract:
     """A running request goes back to the queue, as it does when pages lack. `place`: among the running ones."""
 
@@ -219,6 +230,7 @@ class NotFinite:
 KINDS = (
     Kind("arrive", draw_arrival, is_disturbance=False),
     Kind("abort", draw_abort),
+    Kind("abort running", lambda swarm: AbortRunning(swarm.rng.randrange(8))),
     Kind("retract", lambda swarm: Retract(swarm.rng.randrange(8))),
     Kind("not finite", lambda swarm: NotFinite(swarm.rng.randrange(8))),
 )
