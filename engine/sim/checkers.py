@@ -35,7 +35,7 @@ class Audit:
     moments: tuple[Moment, ...] = ("launched", "collected", "idle")
 
     def look(self, world: World, moment: Moment) -> None:
-        if (violations := world.core.audit()):
+        if violations := world.core.audit():
             raise Leak("audit", "; ".join(map(str, violations[:4])))
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from devices.base import Capabilities
 from devices.null.device import SPOILED, HashArray, NullKv, Rows, next_tokens
-from devices.pages import IntArray, page_count
+from devices.pages import IntArray, align_resume, page_count
 from engine.step import SamplingColumns, StepInput, StepOutput
 from mem_cache.kv_info import RowGeometry
 from mem_cache.rows import table_width
@@ -28,12 +29,20 @@ class NullRunner:
     """
 
     def __init__(
-        self, num_pages: int, num_rows: int, geometry: RowGeometry, vocab_size: int, *, is_canary: bool = False
+        self,
+        num_pages: int,
+        num_rows: int,
+        geometry: RowGeometry,
+        capabilities: Capabilities,
+        vocab_size: int,
+        *,
+        is_canary: bool = False,
     ) -> None:
         """`is_canary`: every 50th step reads one page too few, as a wrong clamp would."""
         self.kv = NullKv(num_pages, geometry.page_size)
         self.nan_row: int | None = None
         self.prepare_s = self.device_s = 0.0
+        self._capabilities = capabilities
         self._vocab_size = vocab_size
         self._is_canary = is_canary
         self._page_size = geometry.page_size
@@ -45,6 +54,7 @@ class NullRunner:
         self._freed.append(pages.copy())
 
     def execute(self, step: StepInput) -> StepOutput:
+        """Run one step. Raises ValueError when a prompt is continued where the device cannot."""
         for change in step.table_changes:
             self._tables[change.row, change.start : change.start + len(change.pages)] = change.pages
         for copy in step.page_copies:
@@ -60,6 +70,8 @@ class NullRunner:
             is_finite = step.rows != self.nan_row
             token_ids = np.where(np.repeat(is_finite, step.num_new), token_ids, SPOILED).astype(np.int32)
             self.nan_row = None
+        if self._capabilities.resume_unit == "page":
+            self._check_starts(step)
         self.kv.write(Rows(tables, step.starts, step.num_new), token_ids)
         which = step.is_sampled
         tokens = np.empty(0, dtype=np.int32)
@@ -67,6 +79,12 @@ class NullRunner:
             hashes = self.kv.read(Rows(tables[which], step.starts[which], step.num_new[which]))
             tokens = next_tokens(hashes, _salts(step.sampling), self._vocab_size)[is_finite[which]]
         return StepOutput(step.step_id, (which & is_finite).astype(np.int32), tokens, is_finite)
+
+    def _check_starts(self, step: StepInput) -> None:
+        """A device that resumes at page borders computes several tokens of a row from such a border on only."""
+        for start in step.starts[step.num_new > 1].tolist():
+            if align_resume(start, self._page_size, self._capabilities) != start:
+                raise ValueError(f"a prompt is continued at token {start}, inside a page of {self._page_size}")
 
     def _spoil(self, targets: set[int]) -> None:
         """Spoil what became free; a page that was taken again for a copy already has its new content."""

@@ -50,7 +50,7 @@ def continuation(prompt: Sequence[int], num_new: int, seed: int | None, weights_
 
 
 def ended(tokens: Sequence[int], stop_ids: Collection[int]) -> tuple[str, list[int]]:
-    """Why and where an answer of these tokens ends: at its first stop id, which is its last token, or with its length."""
+    """Why an answer of these tokens ends, and with which: its first stop id is its last token."""
     for i, token in enumerate(tokens):
         if token in stop_ids:
             return "stop", list(tokens[: i + 1])

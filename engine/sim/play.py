@@ -22,7 +22,7 @@ HEADING = "  step run wait free pend tree lock rows  out end  events"
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A script that ran clean. `marks`: how often each rare thing happened."""
+    """A script that ran clean. `num_steps`: launched ones; `marks`: how often each rare thing happened."""
 
     num_steps: int
     num_tokens: int
@@ -45,6 +45,7 @@ class Player:
         self._look("start")
         world.changed = world.core.launch()
         world.has_launched = world.core.in_flight
+        world.num_launched += world.has_launched
         self._look("launched")
         self._settle()
         words += ["~" + event.apply(world) for event in in_flight]
@@ -131,4 +132,4 @@ def play(config: WorldConfig, script: Sequence[Timed], num_steps: int, sink: Sin
         crash = Crash("crash", f"{type(error).__name__}: {error}")
         crash.step = world.step
         raise crash from error
-    return Report(world.step, world.num_tokens, world.marks["arrive"], world.marks)
+    return Report(world.num_launched, world.num_tokens, world.marks["arrive"], world.marks)

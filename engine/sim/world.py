@@ -18,9 +18,9 @@ from devices.page_pool import Fence, OutOfPages, PageFamilies, PageFamily
 from devices.pages import IntArray
 from engine.core import EngineCore
 from engine.request import Request, RequestStatus
+from engine.scheduler.scheduler import Scheduler
 from engine.sim.executor import NullRunner
 from engine.sim.oracle import Cursor, KnownPrefixes, continuation, ended
-from engine.scheduler.scheduler import Scheduler
 from mem_cache.allocation import KvAllocator
 from mem_cache.kv_info import RowGeometry
 from mem_cache.rows import RowPool
@@ -156,7 +156,8 @@ class World:
         has_launched: the last launch had a step.
         known: what the tree may know.
         marks: how often each rare thing happened; a test asserts that none stays at zero.
-        step: number of the current step; `num_tokens`, `num_ended`: output tokens and ends so far.
+        step: number of the current step, from 0.
+        num_launched, num_tokens, num_ended: launched steps, output tokens and ends so far.
     """
 
     config: WorldConfig
@@ -173,6 +174,7 @@ class World:
     weights_version: int = 0
     has_launched: bool = False
     step: int = 0
+    num_launched: int = 0
     num_tokens: int = 0
     num_ended: int = 0
 
@@ -194,7 +196,8 @@ class World:
     def expect(self, key: int, requests: Sequence[Request], prompt: list[int], salt: str | None) -> None:
         """Write down what each answer of an arrival must be."""
         for index, request in enumerate(requests):
-            seed = None if request.params.temperature == 0 else request.seed
+            asked = request.params.seed
+            seed = None if request.params.temperature == 0 or asked is None else asked + index
             num_new = min(request.params.max_new_tokens, self.config.context_len - len(prompt))
             tokens = continuation(prompt, num_new, seed, self.weights_version, VOCAB_SIZE)
             stop_ids = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else EOS_TOKEN_IDS)
@@ -227,16 +230,19 @@ def build(config: WorldConfig) -> World:
     rows = RowPool(config.num_rows, geometry)
     tree = PrefixTree((FullPages(families.pools["full"]),), page_size, config.eviction)
     clock = Clock()
+    capabilities = null_capabilities(page_size, resume_unit=config.resume_unit)
     scheduler = Scheduler(
         KvAllocator(families, rows, tree, caching=config.caching),
-        null_capabilities(page_size, resume_unit=config.resume_unit),
+        capabilities,
         policy=config.policy,
         conservativeness=config.conservativeness,
         preemption_threshold=config.preemption_threshold,
         chunk_tokens=config.chunk_tokens,
         clock=clock,
     )
-    runner = NullRunner(config.num_pages, config.num_rows, geometry, VOCAB_SIZE, is_canary=config.is_canary)
+    runner = NullRunner(
+        config.num_pages, config.num_rows, geometry, capabilities, VOCAB_SIZE, is_canary=config.is_canary
+    )
     families.pools["full"].on_free = runner.on_free
     core = EngineCore(
         scheduler,

@@ -25,7 +25,8 @@ HEAD_TOKENS = 4096
 @lru_cache(maxsize=1024)
 def text_of(seed: int) -> list[int]:
     """A text that everybody with the same number shares; no token of it ends a sequence."""
-    return np.random.default_rng(seed).integers(len(EOS_TOKEN_IDS), VOCAB_SIZE, HEAD_TOKENS).tolist()
+    tokens: list[int] = np.random.default_rng(seed).integers(len(EOS_TOKEN_IDS), VOCAB_SIZE, HEAD_TOKENS).tolist()
+    return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +159,9 @@ class Abort:
             return f"abort#{self.key}?"
         state = world.state_of(ticket)
         world.marks[f"abort {state}"] += 1
-        family = [t for t in world.tickets if t.key == self.key and (t is ticket or t.request in ticket.request.siblings)]
-        for member in family:
-            if member is ticket or member.request.status is RequestStatus.FORKING:
+        ticket.is_abort_asked = True
+        for member in world.tickets:
+            if member.request.status is RequestStatus.FORKING and member.request in ticket.request.siblings:
                 member.is_abort_asked = True
         if not world.core.abort(ticket.request.id):
             raise BrokenPromise("abort", f"{state} request {ticket.request.id} is not known")
