@@ -59,7 +59,9 @@ def _tiny(rng: Random) -> WorldConfig:
         context_len=page_size * num_pages + rng.choice((2, page_size, 3 * page_size + 1)),
         chunk_tokens=None if rng.random() < 0.5 else 1 + rng.randrange(2 * page_size),
         policy=rng.choice(("fcfs", "lpm", "priority")),
+        eviction=rng.choice(("lru", "lfu", "slru", "priority")),
         conservativeness=rng.choice((0.001, 0.1, 1.0)),
+        caching=rng.random() < 0.85,
     )
 
 
