@@ -161,21 +161,24 @@ def _tree(tree: PrefixTree, held: list[Holding]) -> list[Violation]:
             node = node.parent
     evictable = protected = 0
     for node in tree.nodes():
-        where = f"a node of {node.num_pages} pages"
         if node.num_pages == 0 or len(node.raw) != node.num_pages * tree.page_bytes:
-            found.append(Violation("edge-length", TREE, f"{where} spells {len(node.raw)} bytes"))
-        if any(len(ids) != node.num_pages for ids in node.held.values()):
-            found.append(Violation("edge-pages", TREE, f"{where} holds { {f: len(i) for f, i in node.held.items()} }"))
+            found.append(Violation("edge-length", TREE, f"{_named(node)} spells {len(node.raw)} bytes"))
+        if {len(ids) for ids in node.held.values()} - {node.num_pages}:
+            found.append(
+                Violation("edge-pages", TREE, f"{_named(node)} holds { {f: len(i) for f, i in node.held.items()} }")
+            )
         if (
             node.parent is None
             or node.parent.children.get(node.edge) is not node
             or not node.raw.startswith(node.edge[-tree.page_bytes :])
         ):
-            found.append(Violation("edge-name", TREE, f"{where} cannot be reached by its edge"))
+            found.append(Violation("edge-name", TREE, f"{_named(node)} cannot be reached by its edge"))
         if node.lock_count != locks[id(node)]:
-            found.append(Violation("lock-count", TREE, f"{where} counts {node.lock_count}, receipts {locks[id(node)]}"))
+            found.append(
+                Violation("lock-count", TREE, f"{_named(node)} counts {node.lock_count}, receipts {locks[id(node)]}")
+            )
         if node.is_evictable_leaf and not node.queued:
-            found.append(Violation("not-queued", TREE, f"{where} can never be evicted"))
+            found.append(Violation("not-queued", TREE, f"{_named(node)} can never be evicted"))
         if node.lock_count:
             protected += node.num_pages
         else:
@@ -184,3 +187,7 @@ def _tree(tree: PrefixTree, held: list[Holding]) -> list[Violation]:
         text = f"counts {tree.num_evictable} + {tree.num_protected}, nodes hold {evictable} + {protected}"
         found.append(Violation("tree-totals", TREE, text))
     return found
+
+
+def _named(node: Node) -> str:
+    return f"a node of {node.num_pages} pages"

@@ -6,8 +6,6 @@ instead of passing. The edited function replaces the real one for one test.
 
 from __future__ import annotations
 
-import __future__
-
 import inspect
 import textwrap
 from dataclasses import dataclass
@@ -59,7 +57,7 @@ class Fault:
     def _edited(self, function: Any) -> Any:
         source = textwrap.dedent(inspect.getsource(function)).replace("@property\n", "")
         assert source.count(self.old) == 1, f"{self.target} has {source.count(self.old)} times: {self.old}"
-        flags = __future__.annotations.compiler_flag
+        flags = annotations.compiler_flag
         code = compile(source.replace(self.old, self.new), f"<{self.name}>", "exec", flags, dont_inherit=True)
         scope: dict[str, Any] = {}
         exec(code, function.__globals__, scope)
