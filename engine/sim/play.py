@@ -92,6 +92,8 @@ class Player:
             if world.step >= limit:
                 raise NoProgress("progress", f"{len(world.tickets)} requests do not end in {DRAIN_STEPS} steps")
             self.step((), ())
+        for close in world.closers:
+            close()
         self._look("idle")
 
     def _line(self, words: list[str]) -> str:

@@ -174,7 +174,7 @@ class Abort:
 
 
 def draw_abort(swarm: Swarm) -> Abort:
-    return Abort(swarm.recent_key(), swarm.rng.choice((0, 0, 0, 1, 2)))
+    return Abort(swarm.recent_key(), swarm.rng.choice((0, 0, 1, 1, 2)))
 
 
 @dataclass(frozen=True, slots=True)
