@@ -309,6 +309,13 @@ FAULTS = (
         "abort",
     ),
     Fault(
+        "an aborted sibling waits on for its prompt",
+        f"{SCHEDULER}.abort",
+        "request.status is RequestStatus.FORKING",
+        "False",
+        "abort",
+    ),
+    Fault(
         "a prompt as long as the pool is refused",
         f"{CORE}._check_prompt",
         "page_size) > num_pages",
