@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,6 +31,7 @@ from mem_cache.sizing import DoesNotFit, PoolSize, attention_token_bytes, size_p
 from mem_cache.tree.components import FullPages
 from mem_cache.tree.events import KvEventLog
 from mem_cache.tree.prefix_tree import PrefixTree
+from session.session import SessionLimits
 
 logger = logging.getLogger("rung")
 
@@ -57,6 +58,7 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
         ConfigError, ModelLoadError: with what to change.
     """
     device = _open(config)
+    capabilities = _capabilities(config, device)
     page_size = _page_size(config, device)
     source = open_source(resolve_model(config.model.model, cache_dir(config.model_cache)))
     model_config = source.config
@@ -96,11 +98,11 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
     )
     scheduler = Scheduler(
         allocator,
-        device.capabilities,
+        capabilities,
         policy=config.schedule.schedule_policy,
         conservativeness=config.schedule.schedule_conservativeness,
         preemption_threshold=config.schedule.priority_scheduling_preemption_threshold,
-        chunk_tokens=chunk_tokens(config.chunk_tokens, device.capabilities, page_size),
+        chunk_tokens=chunk_tokens(config.chunk_tokens, capabilities, page_size),
     )
     vocab_size = min(model_config.vocab_size, tokenizer.vocab_size)
     core = EngineCore(
@@ -111,8 +113,9 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
         eos_token_ids=frozenset(model_config.eos_token_ids) | tokenizer.eos_token_ids,
         random_seed=config.schedule.random_seed,
         log_interval=config.schedule.decode_log_interval,
+        session_limits=SessionLimits(config.session.max_sessions, config.session.max_session_tokens),
     )
-    _announce(device.capabilities, pool, page_size, context_len, config)
+    _announce(capabilities, pool, page_size, context_len, config)
     return Assembly(core, tokenizer, config, model_config, device, pool, events)
 
 
@@ -123,6 +126,14 @@ def _open(config: EngineConfig) -> Device:
         raise ConfigError(error.reason) from error
     logger.info("device:\n%s", choice.explain())
     return choice.device
+
+
+def _capabilities(config: EngineConfig, device: Device) -> Capabilities:
+    """The device's, or with a coarser resume unit: a device that resumes at the token can always resume at a page."""
+    wanted = config.memory.resume_unit
+    if wanted == "token" and device.capabilities.resume_unit == "page":
+        raise ConfigError(f"resume_unit=token: device {device.name!r} resumes at page borders only; use auto or page")
+    return replace(device.capabilities, resume_unit="page") if wanted == "page" else device.capabilities
 
 
 def _page_size(config: EngineConfig, device: Device) -> int:

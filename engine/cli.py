@@ -26,7 +26,7 @@ from engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.llm import LLM
-    from engine.outputs import GenerationResult, StreamPiece
+    from engine.outputs import StreamPiece
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
 model_app = typer.Typer(no_args_is_help=True, help="Built-in models.")
@@ -80,19 +80,17 @@ def chat(
     top_k: TopK = -1,
     top_p: TopP = 1.0,
 ) -> None:
-    """Talk with the model; each turn says how much of the conversation was reused. End with an empty line or ^D."""
+    """Talk with the model in a session. Each turn says what was reused of the conversation, what was computed, and what
+    the device had to compute again because it resumes at page borders only. End with an empty line or ^D."""
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     llm = _load(flags)
-    messages = [{"role": "system", "content": system}] if system else []
-    for line in _user_lines():
-        messages.append({"role": "user", "content": line})
-        try:
-            result = _show(llm.chat(messages, params, stream=True))
-        except RungError as error:
-            messages.pop()
-            notes.print(f"error: {error}", style="red", markup=False)
-            continue
-        messages.append({"role": "assistant", "content": result.text})
+    with llm.open_session() as session:
+        for line in _user_lines():
+            opening = [{"role": "system", "content": system}] if system and not session.messages else []
+            try:
+                _show(session.chat([*opening, {"role": "user", "content": line}], params, stream=True), of_session=True)
+            except RungError as error:
+                notes.print(f"error: {error}", style="red", markup=False)
 
 
 @app.command()
@@ -214,7 +212,7 @@ def _load(flags: EngineFlags) -> LLM:
     return llm
 
 
-def _show(pieces: Iterator[StreamPiece]) -> GenerationResult:
+def _show(pieces: Iterator[StreamPiece], *, of_session: bool = False) -> None:
     """Print an answer as it comes, with its speed while it runs and a line of numbers at the end."""
     with notes.status("", spinner="line") if notes.is_terminal else _NoStatus() as status:
         first, n = 0.0, 0
@@ -228,14 +226,17 @@ def _show(pieces: Iterator[StreamPiece]) -> GenerationResult:
                 result = piece.result
     print(flush=True)
     usage, timings = result.usage, result.timings
+    reuse = f"reused {usage.cached_tokens} of {usage.prompt_tokens} prompt tokens"
+    if of_session:
+        computed = usage.prompt_tokens - usage.cached_tokens
+        reuse += f", computed {computed}, lost to alignment {usage.lost_to_alignment}"
     notes.print(
         f"[{usage.completion_tokens} tokens, {timings.decode_tokens_per_s:.1f} tokens/s; first after "
-        f"{timings.time_to_first_token_s * 1e3:.0f} ms; reused {usage.cached_tokens} of {usage.prompt_tokens} prompt "
-        f"tokens; ended by {result.finish_reason}] {result.message}".rstrip(),
+        f"{timings.time_to_first_token_s * 1e3:.0f} ms; {reuse}; ended by {result.finish_reason}] "
+        f"{result.message}".rstrip(),
         style="dim",
         markup=False,
     )
-    return result
 
 
 class _NoStatus:

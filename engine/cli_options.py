@@ -14,7 +14,13 @@ from engine.config import all_fields, default_of
 EngineFlags = dict[str, Any]
 """Keyword arguments for `LLM`: the flags that differ from their defaults."""
 
-_GROUPS = {"ModelArgs": "Model", "MemoryArgs": "Memory", "CacheArgs": "Prefix cache", "ScheduleArgs": "Scheduling"}
+_GROUPS = {
+    "ModelArgs": "Model",
+    "MemoryArgs": "Memory",
+    "CacheArgs": "Prefix cache",
+    "SessionArgs": "Sessions",
+    "ScheduleArgs": "Scheduling",
+}
 
 
 def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:

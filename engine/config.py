@@ -63,6 +63,12 @@ class MemoryArgs:
     max_running_requests: int | None = arg(
         None, "Most requests that hold KV at once; 256 when not given.", aliases=("max_num_seqs",)
     )
+    resume_unit: str = arg(
+        "auto",
+        "Where a computation may continue on existing KV: auto is the device's own; page lets a CPU follow the rule of "
+        "NPUs.",
+        choices=("auto", "token", "page"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +80,16 @@ class CacheArgs:
         "lru", "Which cached prefix goes first when pages are short.", choices=tuple(EVICTION_POLICIES)
     )
     enable_kv_cache_events: bool = arg(False, "Record which pages become readable and which go.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionArgs:
+    """Conversations that keep their KV between turns."""
+
+    max_sessions: int = arg(1024, "Most sessions that are open at once.")
+    max_session_tokens: int | None = arg(
+        None, "Most tokens in the histories of all sessions together; no limit when not given."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +113,7 @@ class ScheduleArgs:
     )
 
 
-THEMES = (ModelArgs, MemoryArgs, CacheArgs, ScheduleArgs)
+THEMES = (ModelArgs, MemoryArgs, CacheArgs, SessionArgs, ScheduleArgs)
 DEFAULT_MEM_FRACTION = 0.3
 DEFAULT_CHUNK_TOKENS = 512
 
@@ -109,6 +125,7 @@ class EngineConfig:
     model: ModelArgs = ModelArgs()
     memory: MemoryArgs = MemoryArgs()
     cache: CacheArgs = CacheArgs()
+    session: SessionArgs = SessionArgs()
     schedule: ScheduleArgs = ScheduleArgs()
 
     @classmethod
@@ -135,9 +152,10 @@ class EngineConfig:
             ModelArgs(**values[ModelArgs]),
             MemoryArgs(**values[MemoryArgs]),
             CacheArgs(**values[CacheArgs]),
+            SessionArgs(**values[SessionArgs]),
             ScheduleArgs(**values[ScheduleArgs]),
         )
-        for theme_args in (config.model, config.memory, config.cache, config.schedule):
+        for theme_args in (config.model, config.memory, config.cache, config.session, config.schedule):
             _check(theme_args)
         return config
 
@@ -196,6 +214,8 @@ _RANGES: dict[str, tuple[Any, str]] = {
     "mem_fraction_static": (lambda x: 0 < x < 1, "between 0 and 1"),
     "max_total_tokens": _AT_LEAST_ONE,
     "max_running_requests": _AT_LEAST_ONE,
+    "max_sessions": _AT_LEAST_ONE,
+    "max_session_tokens": _AT_LEAST_ONE,
     "schedule_conservativeness": (lambda x: 0 < x < 100, "above 0 and below 100"),
     "chunked_prefill_size": (lambda n: n == -1 or n >= 1, "at least 1, or -1 for whole prompts"),
     "priority_scheduling_preemption_threshold": (lambda n: n >= 0, "at least 0"),

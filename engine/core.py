@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from devices.pages import IntArray, page_count
-from engine.errors import BadRequest
-from engine.request import Request, RequestStatus, new_request
+from engine.errors import BadRequest, session_rules
+from engine.request import Prompt, Request, RequestStatus, new_request
 from engine.sampling.params import MAX_SEED, SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.status import StatusLog, StepTiming
@@ -23,8 +24,12 @@ from engine.text.stream import TextStream
 from mem_cache.allocation import KvAllocator
 from mem_cache.audit import Violation, audit
 from mem_cache.tree.keys import Namespace
+from session.branching import SessionParams
+from session.controller import SessionController
+from session.session import SessionLimits
 
 TIMINGS_KEPT = 4096
+NO_LIMITS = SessionLimits()
 
 
 class EngineCore:
@@ -32,6 +37,7 @@ class EngineCore:
 
     Attributes:
         scheduler, runner, allocator: its parts, for tools and tests that look inside.
+        sessions: conversations that outlive their requests.
         context_len: most tokens of prompt and output together.
         timings: the latest steps.
     """
@@ -46,10 +52,18 @@ class EngineCore:
         eos_token_ids: frozenset[int],
         random_seed: int | None = None,
         log_interval: int = 40,
+        session_limits: SessionLimits = NO_LIMITS,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.allocator: KvAllocator = scheduler.allocator
+        self.sessions = SessionController(
+            self.allocator,
+            scheduler.capabilities,
+            context_len=context_len,
+            limits=session_limits,
+            clock=scheduler.clock,
+        )
         self.context_len = context_len
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
@@ -84,19 +98,15 @@ class EngineCore:
         """
         self._check_prompt(prompt_ids)
         params.check_vocabulary(self.vocab_size)
-        first_id = f"r{self._num_arrived}" if request_id is None else request_id
-        ids = [first_id, *(f"{first_id}-{i}" for i in range(1, params.n))]
-        taken = next((one for one in ids if one in self._requests), None)
-        if taken is not None:
-            raise BadRequest("request_id", taken, "a request with this id is still running; choose another")
+        ids = self._new_ids(request_id, params.n)
         seed = int(self._seeds.integers(MAX_SEED)) if params.seed is None else params.seed
         requests = [
             new_request(
                 request_id=one_id,
-                prompt_ids=prompt_ids,
+                prompt=Prompt.alone(
+                    one_id, prompt_ids, params.max_new_tokens, self.context_len, self.allocator.geometry
+                ),
                 params=params,
-                geometry=self.allocator.geometry,
-                context_len=self.context_len,
                 eos_token_ids=self.eos_token_ids,
                 seed=seed + i,
                 arrival=self._num_arrived + i,
@@ -113,6 +123,111 @@ class EngineCore:
         self.scheduler.add(requests[0])
         return requests
 
+    def add_turn(
+        self,
+        session_id: str,
+        new_ids: IntArray,
+        params: SamplingParams,
+        *,
+        keep: int | None = None,
+        request_id: str | None = None,
+        text: TextStream | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """Queue the next turn of a session.
+
+        Args:
+            new_ids: int32 [n], what the turn adds to the history; empty to go on where the last one ended.
+            keep: rewind the history to so many tokens first.
+            text: watches the answer's text, where something does.
+        Raises:
+            BadRequest: it could never run; SessionRefused, when it is a session's rule that forbids it.
+        """
+        with session_rules():
+            session = self.sessions.get(session_id)
+            history = len(session.log) if keep is None else keep
+            self._check_prompt(new_ids, history)
+            params.check_vocabulary(self.vocab_size)
+            if params.n != 1:
+                raise BadRequest("n", params.n, "a session has one history: use n=1, or fork the session")
+            if -1 < params.logprob_start_len < history:
+                rule = f"the history's {history} tokens are not computed again; start behind them, or use -1"
+                raise BadRequest("logprob_start_len", params.logprob_start_len, rule)
+            one_id = self._new_ids(request_id, 1)[0]
+            begun = self.sessions.begin(session_id, one_id, new_ids, params.max_new_tokens, keep=keep)
+        request = new_request(
+            request_id=one_id,
+            prompt=Prompt.of_turn(session, begun),
+            params=params,
+            eos_token_ids=self.eos_token_ids,
+            seed=int(self._seeds.integers(MAX_SEED)) if params.seed is None else params.seed,
+            arrival=self._num_arrived,
+            namespace=replace(session.namespace, weights_version=self._weights_version),
+            priority=priority,
+            text=text,
+        )
+        self._num_arrived += 1
+        self._requests[one_id] = request
+        self.scheduler.add(request)
+        return request
+
+    def add_branch(
+        self,
+        session_params: SessionParams,
+        new_ids: IntArray,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        texts: Sequence[TextStream | None] = (),
+        priority: int = 0,
+    ) -> list[Request]:
+        """Queue a request that continues a branching session; see `session.branching`. Otherwise as `add`.
+
+        Raises SessionRefused: no such session, or it is closing; its parameters name what it does not have.
+        """
+        with session_rules():
+            session = self.sessions.get_branching(session_params.id)
+            if session is None:
+                self.sessions.get(session_params.id)  # says that there is none
+                raise BadRequest("session_params", session_params.id, "is a streaming session; use add_turn")
+            prompt = np.concatenate([session.context(session_params), new_ids])
+            session.check_begin(len(prompt))
+        limited = replace(params, max_new_tokens=min(params.max_new_tokens, session.capacity - len(prompt)))
+        namespace = session.namespace
+        requests = self.add(
+            prompt,
+            limited,
+            request_id=request_id,
+            texts=texts,
+            priority=priority,
+            extra_key=namespace.extra_key,
+            cache_salt=namespace.cache_salt,
+        )
+        replaced = session.replace(session_params)
+        if replaced is not None:
+            self.abort(replaced)
+        session.last_used_s = self.scheduler.clock()
+        for request in requests:
+            session.add(session_params, request, params.max_new_tokens)
+        return requests
+
+    def _new_ids(self, wanted: str | None, n: int) -> list[str]:
+        """Ids of a request and of its further answers. Raises BadRequest when one is in use."""
+        first = f"r{self._num_arrived}" if wanted is None else wanted
+        ids = [first, *(f"{first}-{i}" for i in range(1, n))]
+        taken = next((one for one in ids if one in self._requests), None)
+        if taken is not None:
+            raise BadRequest("request_id", taken, "a request with this id is still running; choose another")
+        return ids
+
+    def close_session(self, session_id: str, *, abort: bool = False) -> bool:
+        """Close a session now, or at the end of its turn; `abort` ends the turn. True when it is closed on return."""
+        if self.sessions.close(session_id):
+            return True
+        for request_id in self.sessions.running(session_id) if abort else ():
+            self.abort(request_id)
+        return self.sessions.close(session_id)
+
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; an id that is unknown or finished is no error and gives False."""
         request = self._requests.get(request_id)
@@ -123,14 +238,16 @@ class EngineCore:
             self._forget_finished(members)
         return True
 
-    def _check_prompt(self, prompt_ids: IntArray) -> None:
-        n = len(prompt_ids)
+    def _check_prompt(self, prompt_ids: IntArray, history: int = 0) -> None:
+        """`history`: tokens that stand before the prompt already."""
+        n = history + len(prompt_ids)
         if n == 0:
             raise BadRequest("prompt", [], "is empty; give at least one token")
-        low, high = int(prompt_ids.min()), int(prompt_ids.max())
-        if low < 0 or high >= self.vocab_size:
-            wrong = low if low < 0 else high
-            raise BadRequest("prompt", wrong, f"is no token id of this model; they are 0..{self.vocab_size - 1}")
+        if len(prompt_ids):
+            low, high = int(prompt_ids.min()), int(prompt_ids.max())
+            if low < 0 or high >= self.vocab_size:
+                wrong = low if low < 0 else high
+                raise BadRequest("prompt", wrong, f"is no token id of this model; they are 0..{self.vocab_size - 1}")
         if n >= self.context_len:
             rule = f"tokens leave no room for an answer: the context is {self.context_len} tokens; shorten the prompt"
             raise BadRequest("prompt", n, rule)
@@ -157,6 +274,7 @@ class EngineCore:
     def launch(self) -> list[Request]:
         """First half: plan and promise a step. Returns requests that ended in planning."""
         start = time.perf_counter()
+        self.sessions.expire()
         step, ended = self.scheduler.launch()
         if step is not None:
             self._launched = (step, time.perf_counter() - start)
@@ -187,9 +305,13 @@ class EngineCore:
     # What it holds.
 
     def flush_cache(self) -> None:
-        """Empty the prefix tree. Raises BadRequest while requests run: their prefixes are in use."""
+        """Empty the prefix tree; sessions keep their histories and lose their rows.
+
+        Raises BadRequest while requests run: their prefixes are in use.
+        """
         if self.has_work:
             raise BadRequest("flush_cache", len(self.scheduler), "requests are not finished; flush when idle")
+        self.sessions.demote_all()
         self.allocator.tree.flush()
 
     def bump_weights_version(self) -> int:
@@ -201,13 +323,15 @@ class EngineCore:
         return self._weights_version
 
     def audit(self) -> list[Violation]:
-        """What is wrong with the books; empty when they are right. Works while requests are alive."""
-        return audit(self.allocator, [request.holding for request in self._requests.values()])
+        """What is wrong with the books; empty when they are right. Works while requests and sessions are alive."""
+        held = [request.held for request in self._requests.values()]
+        return audit(self.allocator, [*held, *self.sessions.holdings()]) + self.sessions.audit()
 
     def stats(self) -> Mapping[str, int]:
         """Pages of the full family by owner, rows, and counters."""
         pool, tree, rows = self.allocator.families.pools["full"], self.allocator.tree, self.allocator.rows
         in_tree = tree.num_evictable + tree.num_protected
+        idle_pages, num_sessions, held_tokens = self.sessions.census()
         return {
             "num_pages": pool.num_pages,
             "page_size": self.allocator.geometry.page_size,
@@ -215,7 +339,8 @@ class EngineCore:
             "pending_pages": pool.num_pending,
             "tree_evictable_pages": tree.num_evictable,
             "tree_protected_pages": tree.num_protected,
-            "request_pages": pool.num_pages - pool.num_free - pool.num_pending - in_tree,
+            "session_pages": idle_pages,
+            "request_pages": pool.num_pages - pool.num_free - pool.num_pending - in_tree - idle_pages,
             "num_rows": rows.num_rows,
             "free_rows": rows.num_free,
             "num_running": len(self.scheduler.running),
@@ -223,4 +348,6 @@ class EngineCore:
             "num_retracted_total": self.scheduler.num_retracted,
             "prompt_tokens_total": self.scheduler.num_prompt_tokens,
             "cached_tokens_total": self.scheduler.num_cached_tokens,
+            "num_sessions": num_sessions,
+            "session_held_tokens": held_tokens,
         }

@@ -7,7 +7,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from session.errors import SessionError
 
 
 class RungError(Exception):
@@ -26,6 +30,27 @@ class BadRequest(RungError, ValueError):
     def __init__(self, field: str, value: Any, rule: str) -> None:
         self.field, self.value, self.rule = field, value, rule
         super().__init__(f"{field}={_shorten(value)}: {rule}")
+
+
+class SessionRefused(BadRequest):
+    """A session's rules forbid the request; see `session.errors`.
+
+    Attributes:
+        kind: "unknown", "busy", "full" or "illegal".
+    """
+
+    def __init__(self, error: SessionError) -> None:
+        super().__init__(error.field, error.value, error.rule)
+        self.kind = error.kind
+
+
+@contextmanager
+def session_rules() -> Iterator[None]:
+    """What a session refuses leaves the engine as `SessionRefused`."""
+    try:
+        yield
+    except SessionError as error:
+        raise SessionRefused(error) from error
 
 
 class ConfigError(RungError, ValueError):

@@ -8,39 +8,27 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import fields
 from typing import Any, Literal, TypeGuard, overload
 
 import numpy as np
 
 from devices.pages import IntArray
 from engine.assembly import assemble
+from engine.chat_session import ChatSession
 from engine.config import EngineConfig
-from engine.errors import BadRequest
-from engine.outputs import GenerationResult, StreamPiece, result_of
-from engine.request import Request
+from engine.delivery import Delivery, Live
+from engine.errors import BadRequest, session_rules
+from engine.outputs import GenerationResult, StreamPiece
 from engine.sampling.params import SamplingParams
 from engine.text.stream import TextStream
 from mem_cache.audit import Violation
+from mem_cache.tree.keys import Namespace
+from session.branching import SessionParams
 
 Prompt = str | Sequence[int]
 Prompts = Prompt | list[str] | list[list[int]]
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request of a caller, and how much of it the caller has seen."""
-
-    request: Request
-    index: int
-    choice: int
-    text: TextStream
-    streams: bool
-    pieces: deque[StreamPiece] = field(default_factory=deque)
-    num_seen_tokens: int = 0
-    num_seen_chars: int = 0
 
 
 class LLM:
@@ -73,11 +61,16 @@ class LLM:
         self.tokenizer = self._parts.tokenizer
         self.config = self._parts.config
         self.model_config = self._parts.model_config
-        self._live: dict[str, _Live] = {}
+        self._delivery = Delivery(self.core)
 
     @overload
     def generate(
-        self, prompts: Prompt, params: SamplingParams | None = None, *, stream: Literal[False] = False
+        self,
+        prompts: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        session_params: SessionParams | Mapping[str, Any] | None = None,
     ) -> GenerationResult: ...
 
     @overload
@@ -96,6 +89,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stream: Literal[True],
+        session_params: SessionParams | Mapping[str, Any] | None = None,
     ) -> Iterator[StreamPiece]: ...
 
     def generate(
@@ -104,12 +98,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stream: bool = False,
+        session_params: SessionParams | Mapping[str, Any] | None = None,
     ) -> GenerationResult | list[GenerationResult] | Iterator[StreamPiece]:
         """Continue one prompt or many; they run together.
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
             params: for all prompts, or one for each.
+            session_params: the session that one prompt continues, and where; see `session.branching`.
             stream: yield pieces as they come. Leaving the iterator early aborts what is not finished.
         Returns:
             One result for one prompt, a list for a list, an iterator with `stream=True`. With `n` above 1 the other
@@ -119,20 +115,17 @@ class LLM:
         """
         is_one = isinstance(prompts, str) or _is_token_ids(prompts)
         many: list[Any] = [prompts] if is_one else _listed(prompts)
-        ids = [self._token_ids(prompt) for prompt in many]
+        if session_params is not None:
+            if not is_one:
+                raise BadRequest("prompts", prompts, "must be one prompt when it continues a session")
+            live = self._continue(session_params, prompts, self._params_for(params, 1)[0], streams=stream)
+            return self._delivery.stream(live) if stream else self._delivery.collect(live, 1)[0]
+        ids = [self.token_ids(prompt) for prompt in many]
         live = self._start(ids, self._params_for(params, len(many)), streams=stream, is_chat=False)
         if stream:
-            return self._entered(live)
-        results = self._collect(live, len(many))
+            return self._delivery.stream(live)
+        results = self._delivery.collect(live, len(many))
         return results[0] if is_one else results
-
-    def _collect(self, live: list[_Live], num_prompts: int) -> list[GenerationResult]:
-        """Run requests to their end; one result for each prompt."""
-        answers: list[list[GenerationResult]] = [[] for _ in range(num_prompts)]
-        for piece in sorted(self._stream(live), key=lambda piece: piece.choice):
-            if piece.result is not None:
-                answers[piece.index].append(piece.result)
-        return [replace(first, alternatives=tuple(others)) for first, *others in answers]
 
     @overload
     def chat(
@@ -170,9 +163,57 @@ class LLM:
         Raises:
             BadRequest: messages are malformed, or the model has no chat template (use `generate`).
         """
-        ids = self._token_ids(self.tokenizer.render_chat(messages, **template_kwargs))
+        ids = self.token_ids(self.tokenizer.render_chat(messages, **template_kwargs))
         live = self._start([ids], [params or SamplingParams()], streams=stream, is_chat=True)
-        return self._entered(live) if stream else self._collect(live, 1)[0]
+        return self._delivery.stream(live) if stream else self._delivery.collect(live, 1)[0]
+
+    def open_session(
+        self,
+        session_id: str | None = None,
+        *,
+        capacity: int | None = None,
+        timeout: float | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+    ) -> ChatSession:
+        """Start a conversation that keeps its KV between turns; use it as a context manager, or close it.
+
+        Args:
+            session_id: its name; one is made when None.
+            capacity: most tokens that its history may have; the context's when None.
+            timeout: seconds without a turn after which it closes by itself.
+            extra_key, cache_salt: keep its prefixes apart from those of others.
+        Raises:
+            SessionRefused: the name is in use, a number is out of range, or `max_sessions` are open.
+        """
+        with session_rules():
+            session = self.core.sessions.open(
+                session_id, capacity=capacity, timeout_s=timeout, namespace=Namespace(extra_key, cache_salt)
+            )
+        return ChatSession(self, session)
+
+    def open_branching_session(
+        self,
+        session_id: str | None = None,
+        *,
+        capacity: int | None = None,
+        timeout: float | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+    ) -> str:
+        """Open a session of SGLang's non-streaming kind, in which `generate(session_params=...)` continues any request.
+
+        Arguments and errors as those of `open_session`. Returns its name, for `session_params` and `close_session`.
+        """
+        with session_rules():
+            namespace = Namespace(extra_key, cache_salt)
+            return self.core.sessions.open_branching(
+                session_id, capacity=capacity, timeout_s=timeout, namespace=namespace
+            ).id
+
+    def close_session(self, session_id: str, *, abort: bool = False) -> bool:
+        """Close a session of either kind, now or when its turns have ended; `abort` ends them. True: it is closed."""
+        return self.core.close_session(session_id, abort=abort)
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is; False when the id is unknown or finished."""
@@ -190,9 +231,14 @@ class LLM:
         """Forget every cached prefix. Raises BadRequest while requests run."""
         self.core.flush_cache()
 
-    def _token_ids(self, prompt: Any) -> IntArray:
+    def token_ids(self, prompt: Any, *, add_special_tokens: bool = True) -> IntArray:
+        """A prompt as token ids, int32 [n]. Raises BadRequest: neither text nor ids of this model.
+
+        Args:
+            add_special_tokens: let the tokenizer add to a text what it adds (BOS).
+        """
         if isinstance(prompt, str):
-            return np.array(self.tokenizer.encode(prompt), dtype=np.int32)
+            return np.array(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens), dtype=np.int32)
         if not _is_token_ids(prompt):
             raise BadRequest("prompt", prompt, "must be a text or a list of token ids")
         for token_id in prompt:
@@ -219,22 +265,74 @@ class LLM:
         *,
         streams: bool,
         is_chat: bool,
-    ) -> list[_Live]:
+    ) -> list[Live]:
         """Queue all prompts, or none when one is refused. `is_chat`: the answer begins a text of its own."""
-        live: list[_Live] = []
+        live: list[Live] = []
         try:
             for index, (ids, sampling) in enumerate(zip(prompts, params, strict=True)):
                 texts = [self._text(sampling, prompt_ids=() if is_chat else ids.tolist()) for _ in range(sampling.n)]
                 watched = texts if streams or sampling.stop else ()
                 requests = self.core.add(ids, sampling, texts=watched)
-                answers = enumerate(zip(requests, texts, strict=True))
-                live += [_Live(request, index, choice, text, streams) for choice, (request, text) in answers]
+                live += self._delivery.add(requests, texts, index=index, streams=streams)
         except BadRequest:
-            for started in live:
-                self.core.abort(started.request.id)
+            self._delivery.drop(live)
             raise
-        self._live |= {one.request.id: one for one in live}
         return live
+
+    def start_turn(
+        self,
+        session_id: str,
+        new_ids: IntArray,
+        params: SamplingParams,
+        *,
+        keep: int | None = None,
+        streams: bool,
+        is_chat: bool,
+    ) -> Iterator[StreamPiece]:
+        """Queue a turn of a session; its pieces come as the engine steps, which it does while they are taken.
+
+        Args:
+            keep: rewind the history to so many tokens first.
+            is_chat: the answer begins a text of its own.
+        Raises:
+            BadRequest: nothing was queued.
+        """
+        text = self._text(params, prompt_ids=() if is_chat else new_ids.tolist())
+        return self._delivery.stream(self._start_turn(session_id, new_ids, params, text, keep=keep, streams=streams))
+
+    def _start_turn(
+        self,
+        session_id: str,
+        new_ids: IntArray,
+        params: SamplingParams,
+        text: TextStream,
+        *,
+        keep: int | None = None,
+        streams: bool,
+    ) -> list[Live]:
+        watched = text if streams or params.stop else None
+        request = self.core.add_turn(session_id, new_ids, params, keep=keep, text=watched)
+        return self._delivery.add([request], [text], streams=streams)
+
+    def _continue(self, session_params: Any, prompt: Any, params: SamplingParams, *, streams: bool) -> list[Live]:
+        """Queue a request that continues a session of either kind. Its own BOS goes when there is something before."""
+        with session_rules():
+            where = _session_params(session_params)
+            branching = self.core.sessions.get_branching(where.id)
+            if branching is None:
+                where.check_streaming()
+                before = self.core.sessions.get(where.id).log.tokens
+            else:
+                before = branching.context(where)
+        ids = self.token_ids(prompt, add_special_tokens=not len(before))
+        if len(before) and len(ids) and ids[0] == self.tokenizer.bos_token_id:
+            ids = ids[1:]
+        shown = [*before[-1:].tolist(), *ids.tolist()]
+        texts = [self._text(params, prompt_ids=shown) for _ in range(params.n)]
+        if branching is None:
+            return self._start_turn(where.id, ids, params, texts[0], streams=streams)
+        requests = self.core.add_branch(where, ids, params, texts=texts if streams or params.stop else ())
+        return self._delivery.add(requests, texts, streams=streams)
 
     def _text(self, params: SamplingParams, prompt_ids: Sequence[int]) -> TextStream:
         return TextStream(
@@ -245,61 +343,15 @@ class LLM:
             prompt_ids=prompt_ids,
         )
 
-    def _entered(self, live: list[_Live]) -> Iterator[StreamPiece]:
-        """A stream that aborts its requests when it is closed or dropped, also before its first piece was taken."""
-        pieces = self._stream(live)
-        next(pieces)
-        return pieces
 
-    def _stream(self, live: list[_Live]) -> Iterator[StreamPiece]:
-        """Step the engine until these requests are done; other callers' pieces are kept for them.
-
-        The first piece is empty: who took it has entered, and closing the iterator aborts the requests from then on.
-        """
-        unfinished = {one.request.id: one for one in live}
-        try:
-            yield StreamPiece(0, 0, "", [])
-            while unfinished:
-                for one in list(unfinished.values()):
-                    while one.pieces:
-                        piece = one.pieces.popleft()
-                        if piece.result is not None:
-                            del unfinished[one.request.id]
-                        yield piece
-                if unfinished:
-                    self._step(unfinished)
-        finally:
-            for one in live:
-                self._live.pop(one.request.id, None)
-                self.core.abort(one.request.id)
-
-    def _step(self, waiting: Mapping[str, _Live]) -> None:
-        for request in self.core.step():
-            one = self._live.get(request.id)
-            if one is not None and (one.streams or request.finish is not None):
-                one.pieces.append(self._piece(one))
-        for one in waiting.values():  # aborted from outside: no step will ever name it again
-            if one.request.finish is not None and not one.pieces:
-                one.pieces.append(self._piece(one))
-
-    def _piece(self, one: _Live) -> StreamPiece:
-        """What is new of a request; its text is completed when it is finished."""
-        request, finish = one.request, one.request.finish
-        ids = request.output_ids
-        if finish is not None:
-            if request.text is None:
-                one.text.push(ids[:-1] if isinstance(finish.matched, int) else ids)
-            one.text.finish()
-        text = one.text.text
-        piece = StreamPiece(
-            one.index,
-            one.choice,
-            text[one.num_seen_chars :],
-            ids[one.num_seen_tokens :],
-            result_of(request, text) if finish is not None else None,
-        )
-        one.num_seen_chars, one.num_seen_tokens = len(text), len(ids)
-        return piece
+def _session_params(given: Any) -> SessionParams:
+    """Raises SessionError, BadRequest: not what `SessionParams` takes."""
+    if isinstance(given, SessionParams):
+        return given
+    known = [field.name for field in fields(SessionParams)]
+    if not isinstance(given, Mapping) or "id" not in given or not set(given) <= set(known):
+        raise BadRequest("session_params", given, f"must be an object with id and maybe {', '.join(known[1:])}")
+    return SessionParams(**given)
 
 
 def _is_token_ids(prompt: Any) -> TypeGuard[Sequence[int]]:

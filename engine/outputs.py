@@ -9,11 +9,18 @@ from engine.request import Finish, FinishReason, Request, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Counts of tokens; `cached_tokens` of the prompt were not computed."""
+    """Counts of tokens.
+
+    Attributes:
+        prompt_tokens: with the history, for a session's turn.
+        cached_tokens: of the prompt, that were not computed.
+        lost_to_alignment: of the prompt, whose KV the session had and the device could not continue from.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    lost_to_alignment: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,7 @@ def result_of(request: Request, text: str) -> GenerationResult:
     assert finish is not None
     timings, first = request.timings, request.timings.first_token_s
     scores = request.scores
-    decoded = request.num_output - 1
+    decoded, decode_s = request.num_output - 1, timings.finished_s - first
     return GenerationResult(
         request_id=request.id,
         text=text,
@@ -93,12 +100,12 @@ def result_of(request: Request, text: str) -> GenerationResult:
         finish_reason=finish.reason,
         stop_reason=finish.matched,
         message=finish.message,
-        usage=Usage(request.prompt_len, request.num_output, request.cached_tokens or 0),
+        usage=Usage(request.prompt_len, request.num_output, request.cached_tokens or 0, request.lost_to_alignment),
         timings=RequestTimings(
             queue_s=max(0.0, timings.scheduled_s - timings.arrival_s),
             time_to_first_token_s=max(0.0, first - timings.arrival_s),
             total_s=timings.finished_s - timings.arrival_s,
-            decode_tokens_per_s=decoded / (timings.finished_s - first) if decoded > 0 else 0.0,
+            decode_tokens_per_s=decoded / decode_s if decoded > 0 and decode_s > 0 else 0.0,
         ),
         logprobs=scores.output if scores is not None and request.params.return_logprob else None,
         prompt_logprobs=scores.prompt if scores is not None and request.params.logprob_start_len >= 0 else None,

@@ -11,10 +11,11 @@ import numpy as np
 
 from devices.pages import IntArray
 from engine.sampling.params import SamplingParams
-from mem_cache.audit import Holding
-from mem_cache.kv_info import Owner, OwnerKind, ReqKvInfo, RowGeometry
+from mem_cache.allocation import Holding
+from mem_cache.kv_info import Owner, OwnerKind, ReqKvInfo, RowGeometry, Turn
 from mem_cache.tree.keys import Namespace
 from mem_cache.tree.prefix_tree import LockReceipt
+from session.session import BegunTurn, Session
 
 if TYPE_CHECKING:
     from engine.text.stream import TextStream
@@ -85,12 +86,15 @@ class TokenScores:
 @dataclass(slots=True, eq=False)
 class Request:
     """Attributes:
+    held: its record and lock; a session's turn has those of the session.
+    session, turn: the conversation that it belongs to, and its current attempt there.
     prompt_len: tokens of the prompt; what follows in `tokens` was generated.
     max_tokens: most tokens that prompt and output together may have.
     stop_ids: token ids that end it.
     seed: of its sampling.
     text: detokeniser and stop strings, for requests that stream or have stop strings.
     cached_tokens: prompt tokens that were not computed when it was first admitted.
+    lost_to_alignment: tokens whose KV its session had and that the device could not continue from.
     num_known: valid entries of the token buffer.
     siblings: further answers to the same prompt that start from this one's KV.
     scores: logprobs, when they are wanted.
@@ -99,7 +103,7 @@ class Request:
 
     id: str
     params: SamplingParams
-    kv: ReqKvInfo
+    held: Holding
     prompt_len: int
     max_tokens: int
     stop_ids: frozenset[int]
@@ -110,17 +114,27 @@ class Request:
     text: TextStream | None
     _buffer: IntArray
     num_known: int
-    lock: LockReceipt | None = None
+    session: Session | None = None
+    turn: Turn | None = None
     status: RequestStatus = RequestStatus.WAITING
     finish: Finish | None = None
     abort_requested: bool = False
     cached_tokens: int | None = None
+    lost_to_alignment: int = 0
     num_retractions: int = 0
     siblings: tuple[Request, ...] = ()
     passed_over: int = 0
     scores: TokenScores | None = None
     _counts: dict[int, int] = field(default_factory=dict)
     timings: Timings = field(default_factory=Timings)
+
+    @property
+    def kv(self) -> ReqKvInfo:
+        return self.held.record
+
+    @property
+    def lock(self) -> LockReceipt | None:
+        return self.held.lock
 
     @property
     def tokens(self) -> IntArray:
@@ -164,10 +178,6 @@ class Request:
         scoring_from = self.next_scored - 1 if self.next_scored < self.prompt_len else self.num_known
         return min(self.num_known - 1, scoring_from)
 
-    @property
-    def holding(self) -> Holding:
-        return Holding(self.kv, self.lock)
-
     def append(self, token_id: int) -> Finish | None:
         """Take a sampled token; returns why the request ends with it, or None.
 
@@ -190,13 +200,34 @@ class Request:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Where a request starts: its buffer, int32 [most tokens it may reach], of which `length` tokens are given."""
+
+    buffer: IntArray
+    length: int
+    held: Holding
+    session: Session | None = None
+    turn: Turn | None = None
+
+    @classmethod
+    def alone(cls, request_id: str, ids: IntArray, max_new_tokens: int, limit: int, geometry: RowGeometry) -> Prompt:
+        """A prompt of its own: int32 [at least 1, fewer than `limit`], with an empty record."""
+        buffer = np.zeros(min(len(ids) + max_new_tokens, limit), dtype=np.int32)
+        buffer[: len(ids)] = ids
+        return cls(buffer, len(ids), Holding(ReqKvInfo(geometry, Owner(OwnerKind.REQUEST, request_id))))
+
+    @classmethod
+    def of_turn(cls, session: Session, begun: BegunTurn) -> Prompt:
+        """The turn of a session: buffer and record are the session's."""
+        return cls(begun.tokens, begun.prompt_len, session.slot.held, session, begun.turn)
+
+
 def new_request(
     *,
     request_id: str,
-    prompt_ids: IntArray,
+    prompt: Prompt,
     params: SamplingParams,
-    geometry: RowGeometry,
-    context_len: int,
     eos_token_ids: frozenset[int],
     seed: int,
     arrival: int,
@@ -205,25 +236,24 @@ def new_request(
     text: TextStream | None = None,
     status: RequestStatus = RequestStatus.WAITING,
 ) -> Request:
-    """A waiting request with an empty record. `prompt_ids`: int32 [at least 1, fewer than `context_len`]."""
-    max_tokens = min(len(prompt_ids) + params.max_new_tokens, context_len)
-    buffer = np.zeros(max_tokens, dtype=np.int32)
-    buffer[: len(prompt_ids)] = prompt_ids
+    """A request that waits."""
     eos = frozenset() if params.ignore_eos else eos_token_ids
     return Request(
         id=request_id,
         params=params,
-        kv=ReqKvInfo(geometry, Owner(OwnerKind.REQUEST, request_id)),
-        prompt_len=len(prompt_ids),
-        max_tokens=max_tokens,
+        held=prompt.held,
+        prompt_len=prompt.length,
+        max_tokens=len(prompt.buffer),
         stop_ids=eos | frozenset(params.stop_token_ids),
         seed=seed,
         namespace=namespace,
         priority=priority,
         arrival=arrival,
         text=text,
-        _buffer=buffer,
-        num_known=len(prompt_ids),
+        _buffer=prompt.buffer,
+        num_known=prompt.length,
+        session=prompt.session,
+        turn=prompt.turn,
         status=status,
         # Nothing comes before the first token, so it has no logprob.
         scores=TokenScores([None] if params.logprob_start_len == 0 else []) if params.wants_scores else None,

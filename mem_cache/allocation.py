@@ -10,15 +10,51 @@ the record. Nobody else frees a row's pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
 
 from devices.page_pool import OutOfPages, PageFamilies
-from devices.pages import IntArray, ceil_page, floor_page, page_count
+from devices.pages import IntArray, ceil_page, floor_page, is_whole_pages, page_count
 from mem_cache.kv_info import LadderError, ReqKvInfo, RowGeometry
 from mem_cache.rows import OutOfRows, PageCopy, RowPool
 from mem_cache.tree.keys import Namespace, PrefixKey
 from mem_cache.tree.prefix_tree import LockReceipt, Match, PrefixTree
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """What a request or a session holds of the KV: a record, and the receipt that protects the record's prefix.
+
+    A session lends the very same object to its running turn.
+    """
+
+    record: ReqKvInfo
+    lock: LockReceipt | None = None
+
+
+class IdleRows(Protocol):
+    """Rows that nobody computes on; they give way when pages or rows are short."""
+
+    def __iter__(self) -> Iterator[Holding]:
+        """Those that hold a row, least worth keeping first."""
+        ...
+
+    def demote(self, holding: Holding) -> None:
+        """Leave the row's whole pages to the tree and give the row back."""
+        ...
+
+
+class NoIdleRows:
+    """An engine without sessions."""
+
+    def __iter__(self) -> Iterator[Holding]:
+        return iter(())
+
+    def demote(self, holding: Holding) -> None:
+        raise AssertionError(f"{holding.record} is not idle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +172,7 @@ class KvAllocator:
 
     Attributes:
         caching: off, nothing is matched and nothing published; everything else is the same.
+        idle: rows that give way when neither free pages nor the tree's are enough.
     """
 
     def __init__(self, families: PageFamilies, rows: RowPool, tree: PrefixTree, *, caching: bool = True) -> None:
@@ -144,6 +181,7 @@ class KvAllocator:
         self.tree = tree
         self.caching = caching
         self.geometry = rows.geometry
+        self.idle: IdleRows = NoIdleRows()
         self._pool_names = tuple(families.pools)
         for name in self._pool_names:
             if families.families[name].tokens_per_page != self.geometry.page_size:
@@ -165,9 +203,40 @@ class KvAllocator:
         """Pages of the scarcest family, in any hands."""
         return min(pool.num_pages for pool in self.families.pools.values())
 
+    @property
+    def num_reclaimable(self) -> int:
+        """Pages that `num_available` would gain if every idle row gave way: what only idle rows hold or lock."""
+        idle = list(self.idle)
+        if not idle:
+            return 0
+        unlocked = self.tree.num_pages_behind([holding.lock for holding in idle if holding.lock is not None])
+        return unlocked + min(self.num_held_only_by(idle, name) for name in self._pool_names)
+
+    def num_held_only_by(self, holdings: Iterable[Holding], family: str = "full") -> int:
+        """Pages of a family whose every count is one of these rows'."""
+        own = [
+            self.rows.pages(family, holding.record.row, part.start, part.end)
+            for holding in holdings
+            for part in plan_release(holding.record, self.geometry)
+            if part.family == family
+        ]
+        if not own:
+            return 0
+        pages, counts = np.unique(np.concatenate(own), return_counts=True)
+        return int((self.families.pools[family].refcounts()[pages] == counts).sum())
+
+    def lacking(self, num_pages: int) -> int:
+        """How many of `num_pages` neither the free list nor eviction nor idle rows can give."""
+        lacking = num_pages - self.num_available
+        return max(0, lacking - self.num_reclaimable) if lacking > 0 else 0
+
     def lacking_pages(self, wanted: Plan) -> int:
-        """Pages that the plan needs and that neither the free list nor eviction can give."""
-        return max(0, wanted.num_pages - self.num_available)
+        """Pages that the plan needs and that cannot be had."""
+        return self.lacking(wanted.num_pages)
+
+    def has_row(self) -> bool:
+        """Whether a record without a row could get one."""
+        return self.rows.num_free > 0 or next(iter(self.idle), None) is not None
 
     def commit(self, wanted: Plan) -> None:
         """Take everything the plan needs and move its records.
@@ -178,15 +247,13 @@ class KvAllocator:
             LadderError: a record is not where the plan found it, or is named twice; nothing was touched.
         """
         _check_current(wanted)
-        if wanted.num_rows > self.rows.num_free:
+        if wanted.num_rows > self.rows.num_free and wanted.num_rows > self.rows.num_free + len(list(self.idle)):
             raise OutOfRows(wanted.num_rows, self.rows.num_free)
         if self.lacking_pages(wanted):
             raise OutOfPages(wanted.num_pages, self.num_available)
         if wanted.num_pages == 0 and wanted.num_rows == 0:
             return
-        free = min(pool.num_free for pool in self.families.pools.values())
-        if wanted.num_pages > free + self.num_arriving:
-            self.tree.evict(wanted.num_pages - free - self.num_arriving)
+        self._make_room(wanted.num_rows, wanted.num_pages)
         taken = self.families.alloc(dict.fromkeys(self._pool_names, wanted.num_pages))
         first = 0
         for growth in wanted.growths:
@@ -194,6 +261,17 @@ class KvAllocator:
             if last > first or growth.needs_row:
                 self._grow(growth, {name: pages[first:last] for name, pages in taken.items()})
             first = last
+
+    def _make_room(self, num_rows: int, num_pages: int) -> None:
+        """Let idle rows go until the tree and the free list can give what is wanted; then evict exactly the rest."""
+        if num_rows > self.rows.num_free or num_pages > self.num_available + self.num_arriving:
+            for holding in list(self.idle):
+                self.idle.demote(holding)
+                if num_rows <= self.rows.num_free and num_pages <= self.num_available + self.num_arriving:
+                    break
+        free = min(pool.num_free for pool in self.families.pools.values())
+        if num_pages > free + self.num_arriving:
+            self.tree.evict(num_pages - free - self.num_arriving)
 
     def _grow(self, growth: Growth, pages: Mapping[str, IntArray]) -> None:
         record, start = growth.record, growth.start
@@ -223,7 +301,7 @@ class KvAllocator:
                            row repointed, then freed
 
         Args:
-            tokens: ids of the row's tokens, int32, at least `committed` of them.
+            tokens: ids of the row's tokens, int32; those behind `committed` are left alone.
             lock: what protects `[0, protected)`; it is given back.
         Returns:
             The receipt that protects `[0, end)`.
@@ -231,7 +309,7 @@ class KvAllocator:
         if not self.caching:
             return lock
         page_size = self.geometry.page_size
-        key = PrefixKey(tokens[: record.kv_committed_len], page_size, namespace)
+        key = PrefixKey(tokens[: self._publishable_len(record, tokens, namespace)], page_size, namespace)
         end, protected = key.num_pages * page_size, record.cache_protected_len
         if end <= protected:
             return lock
@@ -245,6 +323,24 @@ class KvAllocator:
         record.protect(end)
         self.tree.unlock(lock)
         return new_lock
+
+    def _publishable_len(self, record: ReqKvInfo, tokens: IntArray, namespace: Namespace) -> int:
+        """How much of the committed part the tree may take: it stops at a page that another row holds as well.
+
+        So a page of the tree has no other count, and evicting it always frees it. The other row publishes it later.
+        """
+        page_size, lo = self.geometry.page_size, record.cache_protected_len
+        length = min(record.kv_committed_len, len(tokens))
+        end = floor_page(length, page_size)
+        for name in self._pool_names if end > lo else ():
+            shared = self.families.pools[name].refcounts()[self.rows.pages(name, record.row, lo, end)] > 1
+            if shared.any():
+                known = self.tree.match(PrefixKey(tokens[:end], page_size, namespace)).num_pages
+                first = page_count(lo, page_size)
+                ours = np.flatnonzero(shared[max(0, known - first) :])
+                if len(ours):
+                    end = (max(known, first) + int(ours[0])) * page_size
+        return end
 
     def fork(self, parent: ReqKvInfo, lock: LockReceipt, child: ReqKvInfo, length: int) -> LockReceipt:
         """Let an empty record start from `[0, length)` of another's row; the other is not touched.
@@ -280,6 +376,51 @@ class KvAllocator:
         child.schedule(length)
         child.commit(length)
         return self.tree.lock_again(lock, in_tree)
+
+    def trim(self, record: ReqKvInfo) -> None:
+        """Give back the pages behind what is scheduled.
+
+        0        protected     scheduled   ceil(scheduled)     allocated
+        |  tree's   |   readable   |  kept     |      given back     |
+        """
+        end, allocated = ceil_page(record.kv_scheduled_len, self.geometry.page_size), record.kv_allocated_len
+        if end == allocated:
+            return
+        for name in self._pool_names:
+            self.families.pools[name].release(self.rows.pages(name, record.row, end, allocated))
+        record.reserve(end)
+
+    def shares_tail(self, record: ReqKvInfo) -> bool:
+        """Whether the page that the row writes next holds readable tokens and is another row's, or the tree's, too."""
+        end, page_size = record.kv_scheduled_len, self.geometry.page_size
+        if record.req_pool_idx is None or is_whole_pages(end, page_size):
+            return False
+        lo, hi = floor_page(end, page_size), ceil_page(end, page_size)
+        return any(
+            (self.families.pools[name].refcounts()[self.rows.pages(name, record.row, lo, hi)] > 1).any()
+            for name in self._pool_names
+        )
+
+    def own_tail(self, record: ReqKvInfo) -> None:
+        """Replace a shared page that the row is about to write by a copy, which the next step makes first.
+
+        A rewind may end inside a page that a fork shares: written in place, it would change the other row.
+
+        Raises OutOfPages: nothing changed.
+        """
+        if not self.shares_tail(record):
+            return
+        if self.lacking(1):
+            raise OutOfPages(1, self.num_available)
+        self._make_room(0, 1)
+        taken = self.families.alloc(dict.fromkeys(self._pool_names, 1))
+        page_size = self.geometry.page_size
+        lo = floor_page(record.kv_scheduled_len, page_size)
+        for name, new in taken.items():
+            old = self.rows.pages(name, record.row, lo, lo + page_size)
+            self._copies.append(PageCopy(name, int(old[0]), int(new[0])))
+            self.rows.write(name, record.row, page_count(lo, page_size), new)
+            self.families.pools[name].release(old)
 
     def take_copies(self) -> tuple[PageCopy, ...]:
         """Copies that the next step must make first, in order."""

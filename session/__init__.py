@@ -1,1 +1,5 @@
-"""Conversations that outlive a request. Empty in this version: the record it will share is `mem_cache.kv_info`."""
+"""Conversations that outlive a request: their tokens, their turns, and the row they keep.
+
+Start at `log.py`, `state.py` and `slot.py`; `session.py` moves the three together, `controller.py` holds all sessions.
+Knows nothing of scheduling or text.
+"""

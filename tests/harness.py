@@ -39,6 +39,28 @@ def add(llm: LLM, prompt: Sequence[int], params: SamplingParams = GREEDY, **kwar
     return llm.core.add(np.array(prompt, dtype=np.int32), params, **kwargs)[0]
 
 
+def start_turn(llm: LLM, session_id: str, new_ids: Sequence[int], params: SamplingParams = GREEDY) -> Request:
+    """Queue a turn of a session."""
+    return llm.core.add_turn(session_id, np.array(new_ids, dtype=np.int32), params)
+
+
+def finish_all(llm: LLM, max_steps: int = 5000) -> None:
+    """Step until nothing is left to do."""
+    for _ in range(max_steps):
+        if not llm.core.has_work:
+            return
+        llm.core.step()
+    raise AssertionError("no progress")
+
+
+def run_turn(llm: LLM, session_id: str, new_ids: Sequence[int], params: SamplingParams = GREEDY) -> Request:
+    """A turn of a session, to its end."""
+    request = start_turn(llm, session_id, new_ids, params)
+    finish_all(llm)
+    assert request.finish is not None
+    return request
+
+
 def run(
     llm: LLM,
     prompts: Sequence[Sequence[int]],
@@ -77,7 +99,8 @@ def outputs(requests: Sequence[Request]) -> list[list[int]]:
 
 
 def assert_idle(llm: LLM) -> None:
-    """Nothing runs, the books are right, and every page is free or the tree's."""
+    """Nothing runs, the books are right, no session holds a row, and every page is free or the tree's."""
+    llm.core.sessions.demote_all()
     stats = llm.stats()
     assert llm.audit() == []
     assert (stats["num_running"], stats["num_waiting"], stats["request_pages"]) == (0, 0, 0)

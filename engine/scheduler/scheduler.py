@@ -16,14 +16,16 @@ from dataclasses import dataclass
 
 from devices.base import Capabilities
 from devices.page_pool import Fence, OutOfPages
-from devices.pages import align_resume, floor_page, page_count
+from devices.pages import IntArray, align_resume, floor_page, page_count
 from engine.request import Finish, Request, RequestStatus
 from engine.scheduler.columns import Chunk, Score, deliver_scores, step_input
 from engine.scheduler.estimate import OutputEstimate
 from engine.scheduler.queue import WaitingQueue
 from engine.step import StepInput, StepOutput
 from mem_cache.allocation import KvAllocator, Plan, extend, plan
+from mem_cache.kv_info import ReqKvInfo, Turn
 from mem_cache.rows import OutOfRows
+from session.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Scheduler:
 
     Attributes:
         running: admitted requests, oldest first; each holds a row.
+        clock: seconds; every decision about time is taken on it.
         num_retracted: retractions since the start.
         num_prompt_tokens, num_cached_tokens: prompt tokens of admitted requests, and how many were not computed.
     """
@@ -67,11 +70,11 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.waiting = WaitingQueue(policy, self._cached_pages)
-        self._capabilities = capabilities
+        self.capabilities = capabilities
         self._estimate = OutputEstimate(conservativeness)
         self._preemption_threshold = preemption_threshold
         self._chunk_tokens = chunk_tokens
-        self._clock = clock
+        self.clock = clock
         self._launched: LaunchedStep | None = None
         self._step_id = 0
         self._page_size = allocator.geometry.page_size
@@ -82,7 +85,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         for member in (request, *request.siblings):
-            member.timings.arrival_s = self._clock()
+            member.timings.arrival_s = self.clock()
         self.waiting.add(request)
 
     def abort(self, request: Request) -> bool:
@@ -105,7 +108,10 @@ class Scheduler:
     def retract(self, request: Request) -> None:
         """Send a running request back to the queue; its outputs stay, its KV is left to the tree."""
         self.running.remove(request)
-        self._let_go(request)
+        if request.session is not None and request.turn is not None:
+            request.turn = request.session.retract(request.turn)
+        else:
+            self._let_go(request)
         request.status = RequestStatus.WAITING
         request.num_retractions += 1
         self.num_retracted += 1
@@ -137,7 +143,7 @@ class Scheduler:
         limited = [request for request in (*self.running, *self.waiting) if request.params.time_limit_s is not None]
         if not limited:
             return []
-        now = self._clock()
+        now = self.clock()
         late = [request for request in limited if request.deadline_s <= now]
         for request in late:
             if request.status is RequestStatus.WAITING:
@@ -188,7 +194,7 @@ class Scheduler:
         """How many of `wanted` tokens from `start` on fit; all chunks but the last end where the device resumes."""
         if budget is None or wanted <= budget:
             return wanted
-        return max(0, align_resume(start + budget, self._page_size, self._capabilities) - start)
+        return max(0, align_resume(start + budget, self._page_size, self.capabilities) - start)
 
     def _admit(self, chunks: list[Chunk]) -> None:
         """Move waiting requests into `chunks`, in the queue's order, while rows, pages and the step's tokens last."""
@@ -226,38 +232,65 @@ class Scheduler:
         return victim
 
     def _try_admit(self, request: Request, budget: int | None, promised: int) -> Chunk | None:
-        """Lock the request's cached prefix and take row and pages of its first chunk, or change nothing."""
-        allocator = self.allocator
-        if not allocator.rows.num_free:
+        """Take over what is cached of a request, and take row and pages of its first chunk; or nothing of it."""
+        allocator, record = self.allocator, request.kv
+        if record.req_pool_idx is None and not allocator.has_row():
             return None
-        match = allocator.match(request.tokens[: request.max_cached_len + 1], request.namespace)
-        lock = allocator.tree.lock(match, count_hit=True)
-        start = lock.num_pages * self._page_size
+        start, prefix = self._take_over(request)
         num_new = self._chunk_len(start, request.num_known - start, budget)
         # Alone it needs its known tokens only; beside others, what everybody will probably use must fit.
         length = self._estimate.expected_len(request) if self.running else request.num_known
-        needed = page_count(length, self._page_size) - lock.num_pages + self._pages_of_siblings(request)
-        if num_new == 0 or needed + promised > allocator.num_available:
-            allocator.tree.unlock(lock)
-            return None
-        prefix = {"full": allocator.tree.pages(lock)}
-        if not self._take(plan([extend(request.kv, start + num_new, prefix)])):
-            allocator.tree.unlock(lock)
+        needed = page_count(length, self._page_size) - page_count(start, self._page_size)
+        needed += self._pages_of_siblings(request) + allocator.shares_tail(record)
+        is_short = num_new == 0 or allocator.lacking(needed + promised) > 0
+        if is_short or not self._take(plan([extend(record, start + num_new, prefix)]), record):
+            self._put_back(request)
             return None
         self.waiting.admitted(request)
-        request.lock = lock
         request.status = RequestStatus.RUNNING
+        if request.session is not None and request.turn is not None:
+            request.session.start(request.turn, start, request.num_known - 1)
+            request.lost_to_alignment = request.session.turn_lost_tokens
         if request.cached_tokens is None:
             request.cached_tokens = start
             self.num_prompt_tokens += request.prompt_len
             self.num_cached_tokens += start
-            request.timings.scheduled_s = self._clock()
+            request.timings.scheduled_s = self.clock()
         self.running.append(request)
         return Chunk(request, num_new, start + num_new)
 
-    def _take(self, wanted: Plan) -> bool:
-        """Commit a plan that lacks no page; False when some are pending first: a fence is up, and they will arrive."""
+    def _take_over(self, request: Request) -> tuple[int, dict[str, IntArray] | None]:
+        """Where a request may start: in the row that its session lends it, or behind a prefix that the tree has.
+
+        Returns:
+            Tokens that need not be computed, and the pages to start a row from when it has none.
+        """
+        if request.session is not None and request.turn is not None:
+            wanted, known = request.max_cached_len, request.num_known
+            start = request.session.resume(request.turn, wanted, known, request.namespace)
+            if start:
+                return start, None
+        allocator = self.allocator
+        match = allocator.match(request.tokens[: request.max_cached_len + 1], request.namespace)
+        lock = request.held.lock = allocator.tree.lock(match, count_hit=True)
+        return lock.num_pages * self._page_size, {"full": allocator.tree.pages(lock)}
+
+    def _put_back(self, request: Request) -> None:
+        """Undo `_take_over`."""
+        if request.lock is not None and request.kv.req_pool_idx is None:
+            self.allocator.tree.unlock(request.lock)
+            request.held.lock = None
+        if request.session is not None and request.turn is not None:
+            request.session.put_back(request.turn)
+
+    def _take(self, wanted: Plan, resumed: ReqKvInfo | None = None) -> bool:
+        """Commit a plan that lacks no page; False when some are pending first: a fence is up, and they will arrive.
+
+        `resumed`: a record of the plan that may be about to write into a page it shares.
+        """
         try:
+            if resumed is not None:
+                self.allocator.own_tail(resumed)
             self.allocator.commit(wanted)
         except OutOfPages:
             return False
@@ -275,6 +308,8 @@ class Scheduler:
         return sum(page_count(length, self._page_size) for length in lengths) if self.running else 0
 
     def _cached_pages(self, request: Request) -> int:
+        if request.kv.req_pool_idx is not None:
+            return page_count(request.kv.kv_committed_len, self._page_size)
         return self.allocator.match(request.tokens[: request.max_cached_len + 1], request.namespace).num_pages
 
     # Results.
@@ -312,7 +347,7 @@ class Scheduler:
             self._fork_siblings(request)
         for token_id in new_tokens:
             if request.num_output == 0:
-                request.timings.first_token_s = self._clock()
+                request.timings.first_token_s = self.clock()
             finish = request.append(token_id)
             if finish is not None:
                 return self._end(request, finish)
@@ -330,7 +365,7 @@ class Scheduler:
             try:
                 assert request.lock is not None
                 if length:
-                    sibling.lock = self.allocator.fork(request.kv, request.lock, sibling.kv, length)
+                    sibling.held.lock = self.allocator.fork(request.kv, request.lock, sibling.kv, length)
             except (OutOfRows, OutOfPages):
                 pass  # it waits like any other and finds the prompt in the tree
             if sibling.lock is None:
@@ -339,33 +374,49 @@ class Scheduler:
                 continue
             sibling.status = RequestStatus.RUNNING
             sibling.cached_tokens = length
-            sibling.timings.scheduled_s = self._clock()
+            sibling.timings.scheduled_s = self.clock()
             self.running.append(sibling)
 
     def _end(self, request: Request, finish: Finish, *, publish: bool = True) -> list[Request]:
         """End a request, and the answers that would have started from its prompt; returns them all."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-        self._let_go(request, publish=publish)
+        request.timings.finished_s = self.clock()
+        if request.session is not None and request.turn is not None:
+            _end_turn(request, request.session, request.turn, finish, trust_kv=publish)
+        else:
+            self._let_go(request, publish=publish)
         request.status = RequestStatus.FINISHED
         request.finish = finish
-        request.timings.finished_s = self._clock()
         siblings, request.siblings = request.siblings, ()
         waiting = [sibling for sibling in siblings if sibling.status is RequestStatus.FORKING]
         return [request, *(ended for sibling in waiting for ended in self._end(sibling, finish))]
 
     def _publish(self, request: Request) -> None:
-        assert request.lock is not None
-        request.lock = self.allocator.publish(
-            request.kv, request.tokens, request.namespace, request.lock, request.priority
-        )
+        """Give the tree what is committed; of a session's turn the prompt only, and only when its row is new."""
+        tokens, held = request.tokens, request.held
+        if request.session is not None:
+            if not request.session.slot.publishes_prompt:
+                return
+            tokens = tokens[: request.prompt_len]
+        assert held.lock is not None
+        held.lock = self.allocator.publish(held.record, tokens, request.namespace, held.lock, request.priority)
 
     def _let_go(self, request: Request, *, publish: bool = True) -> None:
         """Leave committed pages to the tree, give the rest back."""
         if publish and request.kv.req_pool_idx is not None:
             self._publish(request)
         self.allocator.release(request.kv, request.lock)
-        request.lock = None
+        request.held.lock = None
+
+
+def _end_turn(request: Request, session: Session, turn: Turn, finish: Finish, *, trust_kv: bool) -> None:
+    """What a stop and a length end goes into the history; anything else leaves the history as it was."""
+    now = request.timings.finished_s
+    if finish.reason in ("stop", "length"):
+        session.finish(turn, request.prompt_len, request.num_known, now)
+    else:
+        session.abort(turn, request.num_known, now, trust_kv=trust_kv)
 
 
 def _loss(request: Request) -> tuple[int, int, int, int]:

@@ -129,8 +129,12 @@ class Tokenizer:
 
     def render_chat(self, messages: Any, *, add_generation_prompt: bool = True, **kwargs: Any) -> list[int]:
         """Ids of a conversation as the model's chat template writes it; see `ChatTemplate.render`."""
-        text = self._chat.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
+        text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, **kwargs)
         return self.encode(text, add_special_tokens=False)
+
+    def chat_text(self, messages: Any, *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
+        """The conversation as the template writes it; see `ChatTemplate.render`."""
+        return self._chat.render(messages, add_generation_prompt=add_generation_prompt, **kwargs)
 
 
 _GGUF_NORMAL, _GGUF_CONTROL, _GGUF_USER_DEFINED = 1, 3, 4

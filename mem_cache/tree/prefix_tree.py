@@ -10,7 +10,8 @@ good until the tree changes next; `lock` turns it into a receipt that lasts. Spl
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -197,6 +198,16 @@ class PrefixTree:
                 self.num_evictable += node.num_pages
                 self._enqueue(node)
             node = node.parent
+
+    def num_pages_behind(self, receipts: Iterable[LockReceipt]) -> int:
+        """Pages that would become evictable if these receipts were given back: nothing else locks them."""
+        counts: Counter[Node] = Counter()
+        for receipt in receipts:
+            node = receipt.node
+            while node.parent is not None:
+                counts[node] += 1
+                node = node.parent
+        return sum(node.num_pages for node, count in counts.items() if node.lock_count == count)
 
     def _check_out(self, receipt: LockReceipt) -> None:
         if receipt not in self._receipts:

@@ -96,15 +96,19 @@ def test_chat_answers_each_line_and_reuses_the_turns_before(tiny_path: Path) -> 
         stdin="\n".join([*lines, "", "this comes after the end"]),
     )  # fmt: skip
     assert ended.code == 0, ended.err
-    llm = make_llm(tiny_path, max_total_tokens=512)
-    messages = [{"role": "system", "content": "be brief"}]
+    session = make_llm(tiny_path, max_total_tokens=512).open_session()
     expected, reused = "", []
     for line in lines:
-        messages.append({"role": "user", "content": line})
-        result = llm.chat(messages, SamplingParams(temperature=0.0, max_new_tokens=5))
-        messages.append({"role": "assistant", "content": result.text})
+        opening = [{"role": "system", "content": "be brief"}] if not reused else []
+        said = [*opening, {"role": "user", "content": line}]
+        result = session.chat(said, SamplingParams(temperature=0.0, max_new_tokens=5))
         expected += f"{result.text}\n"
-        reused.append(f"reused {result.usage.cached_tokens} of {result.usage.prompt_tokens} prompt tokens")
+        usage = result.usage
+        computed = usage.prompt_tokens - usage.cached_tokens
+        reused.append(
+            f"reused {usage.cached_tokens} of {usage.prompt_tokens} prompt tokens, computed {computed}, lost to "
+            "alignment 0;"
+        )
     assert ended.out == expected
     assert len(ended.err_lines) == 3
     assert all(part in line for part, line in zip(reused, ended.err_lines[1:], strict=True))

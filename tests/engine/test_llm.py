@@ -240,7 +240,7 @@ def test_leaving_a_stream_early_aborts_its_requests_and_no_others(llm: LLM, take
             _fail_inside(stream)
     del stream
     assert len(llm.core.scheduler) == 1
-    assert llm._live == {}
+    assert llm._delivery._live == {}
     while llm.core.has_work:
         llm.core.step()
     assert other.num_output == 24

@@ -100,7 +100,7 @@ def test_finished_requests_are_forgotten_by_every_book(llm: LLM) -> None:
         play_wave(llm, seed)
     core, tree, pool = llm.core, llm.core.allocator.tree, llm.core.allocator.families.pools["full"]
     assert core._requests == {}
-    assert llm._live == {}
+    assert llm._delivery._live == {}
     assert (len(core.scheduler.running), len(core.scheduler.waiting)) == (0, 0)
     assert pool._pending == []
     assert pool._fences == {}

@@ -211,7 +211,7 @@ def test_timings_are_ordered_and_the_first_token_is_in_them(llm):
 
 def test_timings_keep_the_first_admission_and_the_first_token_through_a_retraction(llm):
     ticks = count(1)
-    llm.core.scheduler._clock = lambda: float(next(ticks))
+    llm.core.scheduler.clock = lambda: float(next(ticks))
     request = add(llm, PROMPT)
     for _ in range(5):
         llm.core.step()

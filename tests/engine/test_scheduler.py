@@ -489,7 +489,7 @@ def test_decodes_are_in_every_step_beside_a_long_prefill(tiny_path):
 def test_where_the_device_resumes_by_the_page_a_chunk_ends_on_a_page_border(tiny_path, plain):
     llm = make_llm(tiny_path, page_size=16, chunked_prefill_size=40)
     scheduler = llm.core.scheduler
-    scheduler._capabilities = replace(scheduler._capabilities, resume_unit="page")
+    scheduler.capabilities = replace(scheduler.capabilities, resume_unit="page")
     steps = record_steps(llm)
     prompts = prompts_with_shared_heads(seed=5, n=6, max_len=170)
     requests = run(llm, prompts, up_to(6))

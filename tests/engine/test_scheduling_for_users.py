@@ -89,7 +89,7 @@ class Clock:
 @pytest.mark.parametrize("where", ["waiting", "decoding"])
 def test_a_request_ends_when_its_time_is_up(tiny_path, where):
     llm = make_llm(tiny_path, max_running_requests=1)
-    clock = llm.core.scheduler._clock = Clock()
+    clock = llm.core.scheduler.clock = Clock()
     limited = SamplingParams(temperature=0.0, max_new_tokens=60, ignore_eos=True, time_limit_s=10.0)
     other = add(llm, [9, 8, 7], LONG) if where == "waiting" else None
     request = add(llm, [5, 6, 7], limited)

@@ -105,14 +105,30 @@ def test_only_what_is_committed_can_be_forked(length):
         allocator.fork(parent, lock, new_record(allocator, "child"), length)
 
 
-def test_the_tree_takes_a_shared_page_from_both_once():
-    """Parent and child publish the same page: the tree has it once, and both counts are gone."""
+def test_the_tree_takes_a_shared_page_from_the_last_that_holds_it():
+    """A page of the tree has no other owner, so that evicting it always frees it."""
     allocator = new_allocator(4)
     parent, lock = grown_parent(allocator, 12, 3)
     child = new_record(allocator, "child")
     child_lock = allocator.fork(parent, lock, child, 12)
     lock = allocator.publish(parent, TOKENS, NAMESPACE, lock)
+    assert (parent.cache_protected_len, allocator.tree.num_protected) == (0, 0)
+    allocator.release(parent, lock)
     child_lock = allocator.publish(child, TOKENS, NAMESPACE, child_lock)
-    assert audit(allocator, [Holding(parent, lock), Holding(child, child_lock)]) == []
-    assert allocator.families.pools["full"].refcounts().max() == 1
-    assert allocator.tree.num_protected == 3
+    assert audit(allocator, [Holding(child, child_lock)]) == []
+    assert (child.cache_protected_len, allocator.tree.num_protected) == (12, 3)
+    allocator.release(child, child_lock)
+    allocator.tree.flush()
+    assert allocator.families.pools["full"].num_free == allocator.num_pages
+
+
+def test_what_the_tree_knows_already_is_published_in_spite_of_a_second_holder():
+    allocator = new_allocator(4)
+    parent, lock = grown_parent(allocator, 12, 3)
+    child = new_record(allocator, "child")
+    child_lock = allocator.fork(parent, lock, child, 12)
+    other, other_lock = grown_parent(allocator, 8, 8)
+    lock = allocator.publish(parent, TOKENS, NAMESPACE, lock)
+    assert parent.cache_protected_len == 8
+    held = [Holding(parent, lock), Holding(child, child_lock), Holding(other, other_lock)]
+    assert audit(allocator, held) == []
