@@ -84,7 +84,11 @@ FAULTS = (
     Fault("publish keeps the old lock", f"{ALLOCATOR}.publish", "self.tree.unlock(lock)", "", "audit"),
     Fault("publish protects too little", f"{ALLOCATOR}.publish", "protect(end)", "protect(end - page_size)", "audit"),
     Fault(
-        "publish counts tokens, not KV", f"{ALLOCATOR}.publish", "tokens[: record.kv_committed_len]", "tokens", "crash"
+        "publish counts tokens, not KV",
+        f"{ALLOCATOR}._publishable_len",
+        "min(record.kv_committed_len, len(tokens))",
+        "len(tokens)",
+        "crash",
     ),
     Fault("release forgets the row", f"{ALLOCATOR}.release", "self.rows.free(record.row)", "", "audit"),
     Fault("release frees the tree's pages", f"{ALLOCATOR}.release", "part.start, part.end)", "0, part.end)", "audit"),
@@ -99,9 +103,9 @@ FAULTS = (
     Fault("a match may be the whole prompt", f"{ALLOCATOR}.match", "tokens[:-1]", "tokens", "progress"),
     Fault(
         "eviction is one page short",
-        f"{ALLOCATOR}.commit",
-        "- free - self.num_arriving)",
-        "- free - self.num_arriving - 1)",
+        f"{ALLOCATOR}._make_room",
+        "(num_pages - free - self.num_arriving)",
+        "(num_pages - free - self.num_arriving - 1)",
         "progress",
     ),
     Fault(
@@ -235,7 +239,7 @@ FAULTS = (
     Fault(
         "a chunk ends inside a page",
         f"{SCHEDULER}._chunk_len",
-        "max(0, align_resume(start + budget, self._page_size, self._capabilities) - start)",
+        "max(0, align_resume(start + budget, self._page_size, self.capabilities) - start)",
         "budget",
         "crash",
         "wide",
@@ -243,10 +247,9 @@ FAULTS = (
     Fault(
         "no rollback when an admission finds no pages",
         f"{SCHEDULER}._try_admit",
-        "self._take(plan([extend(request.kv, start + num_new, prefix)])):\n        allocator.tree.unlock(lock)",
-        "self._take(plan([extend(request.kv, start + num_new, prefix)])):",
+        "self._put_back(request)",
+        "pass",
         "audit",
-        "mixed",
     ),
     Fault(
         "a step is launched without its pages",
@@ -269,7 +272,7 @@ FAULTS = (
         "len(self.running) <= 2",
         "tokens",
     ),
-    Fault("a retraction keeps the row", f"{SCHEDULER}.retract", "self._let_go(request)", "", "retract"),
+    Fault("a retraction keeps the row", f"{SCHEDULER}.retract", "self._let_go(request)", "pass", "retract"),
     Fault(
         "siblings of an ended request wait for ever",
         f"{SCHEDULER}._end",
