@@ -104,7 +104,7 @@ class Tokens:
         if not is_right:
             want = f"{ticket.reason} after {len(ticket.expected)}"
             raise WrongToken("tokens", f"{request.id} ended by {finish} after {request.num_output}, should: {want}")
-        if not ticket.has_lent_row and (request.kv.req_pool_idx is not None or request.lock is not None):
+        if ticket.session is None and (request.kv.req_pool_idx is not None or request.lock is not None):
             raise Leak("tokens", f"{request.id} ended and holds {request.kv}")
         world.marks[f"end {finish.reason}"] += 1
 
@@ -158,6 +158,9 @@ class Hits:
         if ticket.index and hit == length - 1:
             world.marks["fork"] += 1
             return
+        if ticket.session is not None and hit < length:
+            world.marks["turn resumes"] += hit > 0
+            return  # of its own row, to the token; the oracle sees whether it was right
         if hit and (not world.config.caching or hit >= length or not is_whole_pages(hit, page_size)):
             raise BrokenPromise("hits", f"{ticket.request.id} took {hit} of {length} tokens, pages of {page_size}")
         if not world.known.has(ticket.namespace, ticket.prompt[:hit]):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from engine.sim.checkers import Checker, Moment, checkers
 from engine.sim.events.kinds import Event, Timed
 from engine.sim.failures import Crash, NoProgress, SimFailure
-from engine.sim.world import STEP_S, World, WorldConfig, build
+from engine.sim.world import STEP_S, Ticket, World, WorldConfig, build
 
 DRAIN_STEPS = 20_000
 """Steps after the script in which everything must have ended."""
@@ -73,8 +73,19 @@ class Player:
             world.num_ended += 1 + ticket.request.num_output
             world.num_tokens += ticket.request.num_output
             world.marks["retracted"] += ticket.request.num_retractions > 0
+            if ticket.session is not None:
+                self._end_turn(ticket.session, ticket)
             if ticket.index == 0:
                 world.texts[ticket.key] = ticket.tokens
+
+    def _end_turn(self, session: int, ticket: Ticket) -> None:
+        """A turn that ended by itself is history; one that did not never was."""
+        world, finish = self.world, ticket.request.finish
+        if session in world.closing or session not in world.histories:
+            world.closing.discard(session)
+            world.histories.pop(session, None)
+        elif finish is not None and finish.reason in ("stop", "length"):
+            world.histories[session] = ticket.tokens
 
     def _lift(self, *, everything: bool = False) -> None:
         world = self.world
@@ -92,8 +103,8 @@ class Player:
             if world.step >= limit:
                 raise NoProgress("progress", f"{len(world.tickets)} requests do not end in {DRAIN_STEPS} steps")
             self.step((), ())
-        for close in world.closers:
-            close()
+        for session in world.core.sessions.sessions():
+            session.close()
         self._look("idle")
 
     def _line(self, words: list[str]) -> str:

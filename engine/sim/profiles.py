@@ -12,10 +12,11 @@ from random import Random
 
 from engine.sim.events import KINDS, Swarm, Timed
 from engine.sim.events.requests import draw_arrival
+from engine.sim.events.sessions import draw_turn
 from engine.sim.world import WorldConfig
 
-TRAITS = ("n", "sampled", "stop", "priority", "salt", "time limit", "after", "long")
-"""Sides of an arrival that a script has or has not."""
+TRAITS = ("n", "sampled", "stop", "priority", "salt", "time limit", "after", "long", "chat")
+"""Sides of an arrival that a script has or has not; with "chat" most arrivals are turns of sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,8 @@ def draw(seed: int, num_steps: int, profile: str = "mixed") -> Drawn:
     script = []
     for step in range(num_steps):
         while rng.random() < arrivals:
-            script.append(Timed(step, rng.random() < 0.2, draw_arrival(swarm)))
+            arrival = draw_turn if "chat" in swarm.traits and rng.random() < 0.7 else draw_arrival
+            script.append(Timed(step, rng.random() < 0.2, arrival(swarm)))
         if rng.random() < disturbances and swarm.num_keys:
             (name,) = rng.choices(list(swarm.weights), list(swarm.weights.values()))
             script.append(Timed(step, rng.random() < 0.4, KINDS[name].draw(swarm)))

@@ -6,7 +6,7 @@ Nothing here draws anything: a world is a function of its configuration and of t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -77,7 +77,7 @@ class Ticket:
         certain: leading output tokens that are certain; fewer than all once the weights changed under it.
         num_seen: output tokens that were there at the last look.
         num_retractions: retractions that were there at the last look.
-        has_lent_row: its row is somebody else's (a session's), who keeps it when the request ends.
+        session: whose turn it is; the session keeps the row when the turn ends.
         cursor: how much of its text the cache may know because of it; None before it was admitted.
     """
 
@@ -94,7 +94,7 @@ class Ticket:
     certain: int = 1 << 30
     num_seen: int = 0
     num_retractions: int = 0
-    has_lent_row: bool = False
+    session: int | None = None
     cursor: Cursor | None = None
 
     @property
@@ -157,7 +157,7 @@ class World:
         changed: requests that the last half step named: they have a new token or ended.
         has_launched: the last launch had a step.
         known: what the tree may know.
-        closers: close what events opened, at the end, when nothing runs.
+        histories: tokens of each open session's finished turns; `closing`: sessions that close with their turn.
         marks: how often each rare thing happened; a test asserts that none stays at zero.
         step: number of the current step, from 0.
         num_launched, num_tokens, num_ended: launched steps, output tokens and ends so far.
@@ -172,7 +172,8 @@ class World:
     tickets: list[Ticket] = field(default_factory=list)
     texts: dict[int, list[int]] = field(default_factory=dict)
     changed: list[Request] = field(default_factory=list)
-    closers: list[Callable[[], None]] = field(default_factory=list)
+    histories: dict[int, list[int]] = field(default_factory=dict)
+    closing: set[int] = field(default_factory=set)
     fences: list[LateFence] = field(default_factory=list)
     marks: Counter[str] = field(default_factory=Counter)
     weights_version: int = 0
@@ -193,6 +194,10 @@ class World:
             if ticket.key == key and ticket.index == index:
                 return ticket
         return None
+
+    def turn_of(self, session: int) -> Ticket | None:
+        """The turn that a session is in."""
+        return next((t for t in self.tickets if t.session == session and t.request.finish is None), None)
 
     def ticket_of(self, request: Request) -> Ticket:
         return next(ticket for ticket in self.tickets if ticket.request is request)

@@ -12,7 +12,7 @@ from engine.sim.run import Totals, run_seed
 BLOCK = 10
 """Seeds of one test."""
 
-BLOCKS = {"mixed": 5, "tiny": 8, "wide": 2}
+BLOCKS = {"mixed": 6, "tiny": 6, "wide": 1}
 NUM_STEPS = 300
 
 MUST_HAPPEN = {
@@ -21,6 +21,7 @@ MUST_HAPPEN = {
     *(f"end {reason}" for reason in ("stop", "length", "abort", "timeout", "capacity", "error")),
     *("arrive", "refused", "hit", "fork", "retracted", "retract forced", "not finite"),
     *("allocation fails", "fence held", "flush", "bump"),
+    *("turn", "turn refused", "turn resumes", "rewind", "session fork with a row", "close", "close in a turn"),
 }
 
 

@@ -6,9 +6,9 @@ names requests by the key of their arrival, never by their place: a script stays
 
 from __future__ import annotations
 
-from engine.sim.events import cache, pool, requests
+from engine.sim.events import cache, pool, requests, sessions
 from engine.sim.events.kinds import Event, Kind, Swarm, Timed
 
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (*requests.KINDS, *pool.KINDS, *cache.KINDS)}
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (*requests.KINDS, *pool.KINDS, *cache.KINDS, *sessions.KINDS)}
 
 __all__ = ["KINDS", "Event", "Kind", "Swarm", "Timed"]

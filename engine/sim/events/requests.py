@@ -201,7 +201,8 @@ class Retract:
         known = ticket.request.num_known
         world.core.scheduler.retract(ticket.request)
         request = ticket.request
-        if request.kv.req_pool_idx is not None or request.lock is not None or request.num_known != known:
+        keeps_row = ticket.session is None and (request.kv.req_pool_idx is not None or request.lock is not None)
+        if keeps_row or request.num_known != known:
             raise BrokenPromise("retract", f"{request.id} kept its row or lost tokens: {request.kv}")
         world.marks["retract forced"] += 1
         return f"retract#{ticket.key}"
