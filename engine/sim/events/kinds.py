@@ -38,6 +38,7 @@ class Swarm:
     Attributes:
         num_keys: arrivals so far; their keys are `0 .. num_keys - 1`.
         weights: of each kind of event, 0 for those that do not exist in this script.
+        last_prompt: of the latest arrival: people ask again.
         traits: which sides of an arrival exist in this script ("stop", "n", "sampled", ...).
     """
 
@@ -46,6 +47,7 @@ class Swarm:
     weights: dict[str, float] = field(default_factory=dict)
     traits: frozenset[str] = frozenset()
     num_keys: int = 0
+    last_prompt: object = None
 
     def recent_key(self) -> int:
         """An arrival, late ones more often: most of the early ones are finished."""

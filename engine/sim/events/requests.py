@@ -115,9 +115,11 @@ def draw_arrival(swarm: Swarm) -> Arrive:
     rng, config, traits = swarm.rng, swarm.config, swarm.traits
     key = swarm.num_keys
     swarm.num_keys += 1
+    again = swarm.last_prompt if rng.random() < 0.15 else None
+    prompt = swarm.last_prompt = again if isinstance(again, Prompt) else _draw_prompt(swarm, key)
     return Arrive(
         key=key,
-        prompt=_draw_prompt(swarm, key),
+        prompt=prompt,
         max_new=rng.choice((1, 2, 3, 5, 8, 13, 21)) if rng.random() < 0.9 else config.context_len,
         n=rng.choice((2, 3, 4)) if "n" in traits and rng.random() < 0.25 else 1,
         seed=rng.randrange(1000) if "sampled" in traits and rng.random() < 0.5 else None,
