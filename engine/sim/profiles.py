@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from engine.sim.events import KINDS, Swarm, Timed
+from engine.sim.events import KINDS, Swarm, Timed, sessions
 from engine.sim.events.requests import draw_arrival
 from engine.sim.events.sessions import draw_turn
 from engine.sim.world import WorldConfig
@@ -108,6 +108,8 @@ def draw(seed: int, num_steps: int, profile: str = "mixed") -> Drawn:
         while rng.random() < arrivals:
             arrival = draw_turn if "chat" in swarm.traits and rng.random() < 0.7 else draw_arrival
             script.append(Timed(step, rng.random() < 0.2, arrival(swarm)))
+        if "chat" in swarm.traits and rng.random() < 0.1:
+            script.append(Timed(step, rng.random() < 0.4, rng.choice(sessions.BETWEEN_TURNS).draw(swarm)))
         if rng.random() < disturbances and swarm.num_keys:
             (name,) = rng.choices(list(swarm.weights), list(swarm.weights.values()))
             script.append(Timed(step, rng.random() < 0.4, KINDS[name].draw(swarm)))

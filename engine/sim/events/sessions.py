@@ -127,8 +127,10 @@ class Fork:
 
     def apply(self, world: World) -> str:
         history = world.histories.get(self.session)
-        if history is None or self.child in world.histories:
+        if history is None or world.turn_of(self.child) is not None:
             return "fork?"
+        world.core.close_session(name_of(self.child))
+        world.histories.pop(self.child, None)
         length = max(0, len(history) - self.tokens)
         child = world.core.sessions.fork(name_of(self.session), length=length, new_id=name_of(self.child))
         if child.log.tokens.tolist() != history[:length]:
@@ -183,10 +185,10 @@ def draw_fork(swarm: Swarm) -> Fork:
     return Fork(session, child, swarm.rng.randrange(2 * swarm.config.page_size))
 
 
-KINDS = (
-    Kind("turn", draw_turn),
+BETWEEN_TURNS = (
     Kind("rewind", lambda s: Rewind(s.rng.randrange(NUM_SESSIONS), s.rng.randrange(3 * s.config.page_size))),
     Kind("fork", draw_fork),
     Kind("hold", lambda s: Hold(s.rng.randrange(NUM_SESSIONS), s.rng.uniform(0, 0.1))),
     Kind("close", lambda s: Close(s.rng.randrange(NUM_SESSIONS), s.rng.random() < 0.5)),
 )
+KINDS = (Kind("turn", draw_turn), *BETWEEN_TURNS)
