@@ -355,14 +355,6 @@ FAULTS = (
         "mixed",
     ),
     Fault(
-        "a turn keeps reserved pages",
-        "session.slot:SessionSlot.lend",
-        "self._allocator.trim(self.record)",
-        "pass",
-        "width",
-        "mixed",
-    ),
-    Fault(
         "an aborted turn stays in the row",
         "session.session:Session.abort",
         "self.slot.rewind(len(self.log), self.log.readable(known))",
