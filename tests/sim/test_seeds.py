@@ -17,7 +17,7 @@ NUM_STEPS = 300
 
 MUST_HAPPEN = {
     *(f"abort {state}" for state in ("waiting", "forking", "prefill", "prefill-in-flight")),
-    *(f"abort {state}" for state in ("decode", "decode-in-flight", "retracted")),
+    *(f"abort {state}" for state in ("decode", "decode-in-flight")),
     *(f"end {reason}" for reason in ("stop", "length", "abort", "timeout", "capacity", "error")),
     *("arrive", "refused", "hit", "fork", "retracted", "retract forced", "not finite"),
     *("allocation fails", "fence held", "flush", "bump"),
