@@ -8,7 +8,7 @@ go while a launched step (or a remote writer) may still touch it is *pending*: i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,7 +51,11 @@ class _PendingPages:
 
 
 class PagePool:
-    """Free list and reference counts of `num_pages` pages, ids `1 .. num_pages`."""
+    """Free list and reference counts of `num_pages` pages, ids `1 .. num_pages`.
+
+    Attributes:
+        on_free: told of pages the moment they become free, behind the last fence; a simulation spoils them then.
+    """
 
     def __init__(self, num_pages: int, family: str = "full") -> None:
         if num_pages < 1:
@@ -66,6 +70,7 @@ class PagePool:
         self._fences: dict[int, Fence] = {}
         self._next_fence = 0
         self._pending: list[_PendingPages] = []
+        self.on_free: Callable[[IntArray], None] | None = None
 
     @property
     def num_pending(self) -> int:
@@ -153,6 +158,8 @@ class PagePool:
     def _push_free(self, pages: IntArray) -> None:
         self._stack[self.num_free : self.num_free + len(pages)] = pages[::-1]
         self.num_free += len(pages)
+        if self.on_free is not None:
+            self.on_free(pages)
 
     def _check_owned(self, pages: IntArray, verb: str) -> IntArray:
         if len(pages) and not 0 < int(pages.min()) <= int(pages.max()) <= self.num_pages:

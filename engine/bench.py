@@ -254,7 +254,10 @@ def _run_round(core: EngineCore, plan: BenchPlan, rng: np.random.Generator, batc
 
 
 def _report(llm: LLM, plan: BenchPlan, measured: dict[int, list[Round]], bandwidth: Bandwidth) -> BenchReport:
+    from engine.runner import ModelRunner
+
     runner, num_threads = llm.core.runner, torch.get_num_threads()
+    assert isinstance(runner, ModelRunner)
     kv_dtype = runner.kv.layers[0].k.dtype
     traffic = traffic_of(runner, llm.model_config, kv_dtype)
     context: dict[str, Any] = {

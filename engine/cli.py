@@ -1,4 +1,4 @@
-"""`rung`: generate, chat, bench, doctor, model. Every engine argument is a flag, made from `engine.config`'s fields.
+"""`rung`: generate, chat, bench, sim, doctor, model. Engine arguments are flags, made from `engine.config`'s fields.
 
 What belongs to the answer goes to standard output; progress and numbers go to standard error and, when that is not a
 terminal, shrink to one line or nothing.
@@ -20,8 +20,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+<<<<<<< HEAD
 from engine.cli_options import EngineFlags, with_engine_flags, with_server_flags
 from engine.errors import ConfigError, RungError
+=======
+from engine.cli_options import EngineFlags, with_engine_flags
+from engine.errors import BadRequest, RungError
+>>>>>>> b2179de235aca96caaddf5ee54b9b1d803c260e9
 from engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -121,6 +126,7 @@ def bench(
 
 
 @app.command()
+<<<<<<< HEAD
 @with_server_flags
 def serve(
     flags: EngineFlags,
@@ -136,6 +142,32 @@ def serve(
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; pip install 'rung[serve]'") from error
     sys.exit(serve_app(engine, server))
+=======
+def sim(
+    seed: Annotated[int, typer.Option(help="First seed.")] = 0,
+    seeds: Annotated[int, typer.Option(help="How many seeds.")] = 1,
+    steps: Annotated[int, typer.Option(help="Steps of a seed in which events happen; then everything must end.")] = 500,
+    profile: Annotated[str, typer.Option(help="Which worlds: mixed, tiny, wide, canary (must fail).")] = "mixed",
+    minutes: Annotated[float, typer.Option(help="Run seeds for so long instead.")] = 0.0,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print a line for each step.")] = False,
+) -> None:
+    """Simulate the engine without a model, with every fault switched on. See docs/simulator.md."""
+    from engine.sim.profiles import PROFILES
+    from engine.sim.run import simulate
+
+    if profile not in PROFILES:
+        raise BadRequest("profile", profile, f"is none of: {', '.join(PROFILES)}")
+    code = simulate(
+        seed=seed,
+        num_seeds=seeds,
+        num_steps=steps,
+        profile=profile,
+        minutes=minutes,
+        is_verbose=verbose,
+        say=print,
+    )
+    raise typer.Exit(code)
+>>>>>>> b2179de235aca96caaddf5ee54b9b1d803c260e9
 
 
 @app.command()

@@ -16,11 +16,10 @@ import numpy as np
 from devices.pages import IntArray, page_count
 from engine.errors import BadRequest, session_rules
 from engine.request import Prompt, Request, RequestStatus, new_request
-from engine.runner import ModelRunner
 from engine.sampling.params import MAX_SEED, SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.status import StatusLog, StepTiming
-from engine.step import StepInput
+from engine.step import Executor, StepInput
 from engine.text.stream import TextStream
 from mem_cache.allocation import KvAllocator
 from mem_cache.audit import Violation, audit
@@ -46,7 +45,7 @@ class EngineCore:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: Executor,
         *,
         context_len: int,
         vocab_size: int,
@@ -263,6 +262,11 @@ class EngineCore:
     def has_work(self) -> bool:
         return self._launched is not None or len(self.scheduler) > 0
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether a launched step waits for `collect`."""
+        return self._launched is not None
+
     def step(self) -> list[Request]:
         """Run one step; returns the requests that have a new token or ended."""
         return self.launch() + self.collect()
@@ -309,6 +313,14 @@ class EngineCore:
             raise BadRequest("flush_cache", len(self.scheduler), "requests are not finished; flush when idle")
         self.sessions.demote_all()
         self.allocator.tree.flush()
+
+    def bump_weights_version(self) -> int:
+        """Say that the weights changed: no later request starts from KV of before. Returns the new version.
+
+        Requests that run go on, with KV of both; what they publish stays under the version that they arrived with.
+        """
+        self._weights_version += 1
+        return self._weights_version
 
     def audit(self) -> list[Violation]:
         """What is wrong with the books; empty when they are right. Works while requests and sessions are alive."""

@@ -8,7 +8,7 @@ batch, so they cost a handful of arrays, and both pack into bytes for another pr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -137,6 +137,21 @@ class StepOutput:
     token_ids: IntArray
     is_finite: npt.NDArray[np.bool_]
     scores: Scores | None = None
+
+
+class Executor(Protocol):
+    """Runs steps one after another: a model on a device, or a simulation of one.
+
+    Attributes:
+        prepare_s, device_s: seconds that the last step spent on its inputs, and on its results.
+    """
+
+    prepare_s: float
+    device_s: float
+
+    def execute(self, step: StepInput) -> StepOutput:
+        """Run one step to its end."""
+        ...
 
 
 class _PackedArray(msgspec.Struct, array_like=True):

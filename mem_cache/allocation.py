@@ -375,7 +375,7 @@ class KvAllocator:
                 self._copies.append(PageCopy(name, int(ids[whole]), new))
         child.schedule(length)
         child.commit(length)
-        return self.tree.lock_again(lock)
+        return self.tree.lock_again(lock, in_tree)
 
     def trim(self, record: ReqKvInfo) -> None:
         """Give back the pages behind what is scheduled.

@@ -7,6 +7,7 @@ Everything runs in one event loop. When the engine process ends, for whatever re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import shutil
 import tempfile
@@ -108,7 +109,8 @@ class EngineClient:
         self._calls: dict[str, asyncio.Future[Any]] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._context = zmq.asyncio.Context()
-        self._outgoing = self._context.socket(zmq.PUSH)
+        self._outgoing = zmq.Context(self._context).socket(zmq.PUSH)  # sending never waits
+        self._outgoing.set_hwm(0)
         self._incoming = self._context.socket(zmq.PULL)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -135,8 +137,9 @@ class EngineClient:
         self.is_stopping = True
         process = self._process
         if process is not None and process.is_alive():
-            self._send(Stop())
-            deadline = time.monotonic() + STOP_LIMIT_S
+            with contextlib.suppress(zmq.Again):  # not connected yet: killed below
+                self._send(Stop())
+            deadline = time.monotonic() + (STOP_LIMIT_S if self._ready.done() else 0.0)
             while process.is_alive() and time.monotonic() < deadline:
                 await asyncio.sleep(DEATH_POLL_S / 2)
             if process.is_alive():
@@ -145,6 +148,7 @@ class EngineClient:
         for task in self._tasks:
             task.cancel()
         self._fail("the server is stopping")
+        self._outgoing.close(linger=0)
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -194,7 +198,6 @@ class EngineClient:
             raise EngineDied(self.reason)
 
     def _send(self, message: ToEngine) -> None:
-        # A PUSH socket with a peer on this machine takes messages without waiting; nothing else sends on it.
         self._outgoing.send(encode(message), flags=zmq.DONTWAIT)
 
     async def _receive(self) -> None:

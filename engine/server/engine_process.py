@@ -60,6 +60,7 @@ def run_engine(config: EngineConfig, inbox: str, outbox: str, log_level: int) ->
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     context = zmq.Context()
     outgoing = context.socket(zmq.PUSH)
+    outgoing.set_hwm(0)
     outgoing.connect(outbox)
     incoming = context.socket(zmq.PULL)
     incoming.connect(inbox)

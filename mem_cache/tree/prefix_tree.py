@@ -162,15 +162,19 @@ class PrefixTree:
             node.hits += count_hit
         return self._lock_path(path, match.num_pages)
 
-    def lock_again(self, receipt: LockReceipt) -> LockReceipt:
-        """A second receipt for what the first one keeps. Raises LockError when the first is not out."""
+    def lock_again(self, receipt: LockReceipt, num_pages: int) -> LockReceipt:
+        """A second receipt for the first `num_pages` of what the first one keeps: no more than its holder reads.
+
+        Raises LockError when the first is not out or keeps fewer.
+        """
         self._check_out(receipt)
-        path = []
-        node = receipt.node
+        path, node, above = [], receipt.node, receipt.num_pages
         while node.parent is not None:
-            path.append(node)
+            above -= node.num_pages
+            if above < num_pages:
+                path.append(node)
             node = node.parent
-        return self._lock_path(path[::-1], receipt.num_pages)
+        return self.lock(Match(tuple(path[::-1]), num_pages))
 
     def _lock_path(self, path: list[Node], num_pages: int) -> LockReceipt:
         for node in path:

@@ -289,7 +289,7 @@ def test_prefixes_are_shared_within_a_namespace_and_never_across(llm, plain):
 def change_weights(llm: LLM) -> None:
     with torch.inference_mode():
         llm.core.runner.model.norm.mul_(-0.5)
-    llm.core._weights_version += 1
+    llm.core.bump_weights_version()
 
 
 def test_new_weights_reuse_no_old_kv_not_even_of_a_request_that_was_running(tiny_path):

@@ -178,16 +178,15 @@ def test_sizes_and_numbers_have_limits(own_server):
 
     with server.http() as client:
         assert client.post("/generate", content=chunks()).status_code == 413
-    with server.http() as client, client.stream("POST", "/generate", json={**SLOW, "stream": True}) as one:
-        next(one.iter_lines())
-        with client.stream("POST", "/generate", json={**SLOW, "stream": True}) as two:
-            next(two.iter_lines())
-            server.post("/tokenize", {"prompt": "x"}, 503)
-            with server.http() as third:
-                refused = third.post("/generate", json=SLOW)
-            assert refused.status_code == 503
-            assert refused.headers["retry-after"] == "1"
-            assert refused.json()["error"]["code"] == "overloaded"
-            server.get("/health")
+    server.post("/pause_generation", {})
+    slow = {"method": "POST", "url": "/generate", "json": {**SLOW, "stream": True}}
+    with server.http() as client, client.stream(**slow), client.stream(**slow):
+        with server.http() as third:
+            refused = third.post("/generate", json=SLOW)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "overloaded"
+        server.get("/health")
     server.wait_until_idle()
+    server.post("/continue_generation", {})
     server.post("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 1}})

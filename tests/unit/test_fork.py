@@ -70,6 +70,21 @@ def test_the_child_reads_the_parents_tokens_and_owns_its_own_tail(page_size, len
     assert audit(allocator, []) == []
 
 
+def test_a_child_keeps_only_what_it_reads_of_the_tree():
+    """Found by the simulator (profile tiny, seed 4): the child kept the parent's last page as well, and ended with
+    `capacity` in a pool that holds it."""
+    allocator = new_allocator(4, num_pages=3)
+    parent, lock = grown_parent(allocator, 8, 8)
+    child = new_record(allocator, "child")
+    child_lock = allocator.fork(parent, lock, child, 7)
+    allocator.release(parent, lock)
+    assert (allocator.tree.num_protected, allocator.tree.num_evictable) == (1, 1)
+    assert audit(allocator, [Holding(child, child_lock)]) == []
+    allocator.commit(plan([extend(child, 12)]))
+    allocator.release(child, child_lock)
+    assert audit(allocator, []) == []
+
+
 def test_a_fork_that_finds_no_room_changes_nothing():
     for kwargs, error in (({"num_pages": 3}, OutOfPages), ({"num_rows": 1}, OutOfRows)):
         allocator = new_allocator(4, **kwargs)

@@ -1,0 +1,287 @@
+"""What must hold, looked at from outside after each half of each step; none of it relies on asserts in the engine.
+
+A checker looks at the world at four moments: before a launch ("start"), after it ("launched"), after the result
+("collected"), and when everything has ended ("idle"). It raises a `SimFailure` or says nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from devices.pages import ceil_page, is_whole_pages, page_count
+from engine.request import Request, RequestStatus
+from engine.scheduler.queue import PATIENCE
+from engine.sim.failures import BrokenPromise, Leak, NoProgress, Unfair, WrongToken
+from engine.sim.oracle import Cursor
+from engine.sim.world import Ticket, World
+
+Moment = Literal["start", "launched", "collected", "idle"]
+
+
+class Checker(Protocol):
+    """Looks at a world at its moments; what it remembers between looks is of one run."""
+
+    @property
+    def moments(self) -> tuple[Moment, ...]: ...
+
+    def look(self, world: World, moment: Moment) -> None: ...
+
+
+class Audit:
+    """The owner census, after every half step."""
+
+    moments: tuple[Moment, ...] = ("launched", "collected", "idle")
+
+    def look(self, world: World, moment: Moment) -> None:
+        if violations := world.core.audit():
+            raise Leak("audit", "; ".join(map(str, violations[:4])))
+
+
+class Idle:
+    """Nothing runs: every page is free or the tree's, every row is free, no lock is out."""
+
+    moments: tuple[Moment, ...] = ("idle",)
+
+    def look(self, world: World, moment: Moment) -> None:
+        stats = world.core.stats()
+        if stats["free_pages"] + stats["tree_evictable_pages"] != stats["num_pages"]:
+            raise Leak("idle", f"pages are lost: {stats}")
+        if stats["free_rows"] != stats["num_rows"] or world.core.allocator.tree.receipts:
+            raise Leak("idle", f"rows or locks are lost: {stats}")
+        if world.tickets:
+            raise Leak("idle", f"{[ticket.request.id for ticket in world.tickets]} are not finished")
+
+
+class Tokens:
+    """The oracle: every output token at the moment it appears, and every end with its reason."""
+
+    moments: tuple[Moment, ...] = ("launched", "collected")
+
+    def look(self, world: World, moment: Moment) -> None:
+        for ticket in world.tickets:
+            request, seen = ticket.request, ticket.num_seen
+            if request.num_output != seen:
+                self._check_new(ticket, moment)
+            elif request.finish is None and seen == len(ticket.expected) and ticket.certain > seen:
+                raise WrongToken("tokens", f"{request.id} said its {seen} tokens and goes on")
+            if request.finish is not None:
+                self._check_end(world, ticket)
+
+    def _check_new(self, ticket: Ticket, moment: Moment) -> None:
+        request, seen = ticket.request, ticket.num_seen
+        num_new = request.num_output - seen
+        if num_new != 1 or moment != "collected":
+            raise WrongToken("tokens", f"{request.id} has {num_new} new tokens after a step was {moment}")
+        if ticket.is_abort_asked:
+            raise WrongToken("tokens", f"{request.id} shows a token after its abort")
+        if seen < ticket.certain:
+            got = request.output_ids[seen:]
+            if got != ticket.expected[seen : seen + 1]:
+                want = ticket.expected[seen : seen + 1] or f"end by {ticket.reason}"
+                raise WrongToken("tokens", f"{request.id}: token {seen} is {got}, should be {want}; {request.kv}")
+        ticket.num_seen = request.num_output
+
+    def _check_end(self, world: World, ticket: Ticket) -> None:
+        request, finish = ticket.request, ticket.request.finish
+        assert finish is not None
+        own = [t for t in world.tickets if t.key == ticket.key and t.index in (0, ticket.index)]
+        allowed = {
+            "abort": any(t.is_abort_asked for t in own),
+            "error": any(t.is_nan_due for t in own),
+            "timeout": request.deadline_s <= world.clock.now_s,
+            "capacity": any(
+                page_count(t.request.num_known, world.config.page_size) > world.config.num_pages for t in own
+            ),
+        }
+        is_right = allowed.get(finish.reason)
+        if is_right is None and request.num_output >= ticket.certain:
+            last = request.output_ids[-1]
+            is_right = last in request.stop_ids if finish.reason == "stop" else request.num_known == request.max_tokens
+        elif is_right is None:
+            is_right = (finish.reason, request.output_ids) == (ticket.reason, ticket.expected)
+        if not is_right:
+            want = f"{ticket.reason} after {len(ticket.expected)}"
+            raise WrongToken("tokens", f"{request.id} ended by {finish} after {request.num_output}, should: {want}")
+        if ticket.session is None and (request.kv.req_pool_idx is not None or request.lock is not None):
+            raise Leak("tokens", f"{request.id} ended and holds {request.kv}")
+        world.marks[f"end {finish.reason}"] += 1
+
+
+class Reports:
+    """The engine names each request that ended, once, unless an abort ended it at once."""
+
+    moments: tuple[Moment, ...] = ("launched", "collected")
+
+    def look(self, world: World, moment: Moment) -> None:
+        live = {id(ticket.request) for ticket in world.tickets}
+        named: set[int] = set()
+        for request in world.changed:
+            if id(request) not in live or id(request) in named:
+                raise BrokenPromise("reports", f"{request.id} was named again after its end")
+            named.add(id(request))
+        for ticket in world.tickets:
+            if ticket.request.finish is not None and id(ticket.request) not in named and not ticket.is_abort_asked:
+                raise BrokenPromise("reports", f"{ticket.request.id} ended and nobody was told")
+
+
+class Deadlines:
+    """A request whose time is up does not get past the next launch."""
+
+    moments: tuple[Moment, ...] = ("launched",)
+
+    def look(self, world: World, moment: Moment) -> None:
+        for ticket in world.tickets:
+            if ticket.request.deadline_s <= world.clock.now_s and ticket.request.finish is None:
+                raise BrokenPromise("deadlines", f"{ticket.request.id} is late and goes on")
+
+
+class Hits:
+    """What a request takes from the cache was computed before, in its own namespace and since the last flush."""
+
+    moments: tuple[Moment, ...] = ("launched", "collected")
+
+    def look(self, world: World, moment: Moment) -> None:
+        for ticket in world.tickets:
+            request = ticket.request
+            if request.cached_tokens is not None and ticket.cursor is None:
+                self._check(world, ticket, request.cached_tokens)
+                ticket.cursor = Cursor()
+                world.known.add(ticket.namespace, ticket.prompt, ticket.cursor)
+            if request.finish is not None or request.num_retractions != ticket.num_retractions:
+                ticket.num_retractions = request.num_retractions
+                world.known.add(ticket.namespace, ticket.tokens, ticket.cursor or Cursor())
+
+    def _check(self, world: World, ticket: Ticket, hit: int) -> None:
+        length, page_size = len(ticket.prompt), world.config.page_size
+        if ticket.index and hit == length - 1:
+            world.marks["fork"] += 1
+            return
+        if ticket.session is not None and hit < length:
+            world.marks["turn resumes"] += hit > 0
+            return  # of its own row, to the token; the oracle sees whether it was right
+        if hit and (not world.config.caching or hit >= length or not is_whole_pages(hit, page_size)):
+            raise BrokenPromise("hits", f"{ticket.request.id} took {hit} of {length} tokens, pages of {page_size}")
+        if not world.known.has(ticket.namespace, ticket.prompt[:hit]):
+            raise BrokenPromise("hits", f"{ticket.request.id} took {hit} tokens that nobody like it has computed")
+        world.marks["hit"] += hit > 0
+
+
+@dataclass(slots=True)
+class Progress:
+    """Whoever can run does run.
+
+    Work without anything in its way launches a step or ends something at every launch; and within a bound of steps
+    somebody gets a token or ends, however often requests are sent back.
+    """
+
+    moments: tuple[Moment, ...] = ("launched", "collected")
+    num_stuck: int = 0
+    num_fruitless: int = 0
+    fruit: int = 0
+
+    def look(self, world: World, moment: Moment) -> None:
+        if moment == "launched":
+            is_idle = not world.changed and world.core.has_work and not world.has_launched
+            self.num_stuck = self.num_stuck + 1 if is_idle and not world.is_blocked else 0
+            if self.num_stuck > 1:
+                raise NoProgress("progress", f"nothing was launched twice, and work waits: {world.core.stats()}")
+        else:
+            fruit = world.num_ended + sum(ticket.request.num_output for ticket in world.tickets)
+            is_fruitless = world.core.has_work and fruit == self.fruit and not world.is_blocked
+            self.num_fruitless = self.num_fruitless + 1 if is_fruitless else 0
+            self.fruit = fruit
+            bound = 64 + 4 * page_count(world.config.capacity, world.config.chunk_tokens or world.config.capacity)
+            if self.num_fruitless > bound:
+                raise NoProgress("progress", f"no token for {self.num_fruitless} steps: {world.core.stats()}")
+
+
+@dataclass(slots=True)
+class Fairness:
+    """Who is admitted has the best claim of all who wait.
+
+    fcfs: sent back before, or older. priority: nobody more important waits, and nobody far less important runs while
+    one waits. lpm: at most `PATIENCE` younger ones, and those of the same step, go before one that never ran.
+
+    Attributes:
+        waiting: who waited before the launch.
+        passed: younger ones admitted before each arrival that waits.
+    """
+
+    moments: tuple[Moment, ...] = ("start", "launched")
+    waiting: list[Request] = field(default_factory=list)
+    passed: Counter[int] = field(default_factory=Counter)
+
+    def look(self, world: World, moment: Moment) -> None:
+        if moment == "start":
+            self.waiting = list(world.core.scheduler.waiting)
+            return
+        admitted = [request for request in self.waiting if request.status is RequestStatus.RUNNING]
+        still = [request for request in self.waiting if request.status is RequestStatus.WAITING]
+        if not admitted and world.config.policy != "priority":
+            return
+        if world.config.policy == "fcfs":
+            self._by_arrival(world, admitted, still)
+        elif world.config.policy == "priority":
+            self._by_priority(world, admitted, still)
+        else:
+            self._by_hits(world, admitted, still)
+
+    def _by_arrival(self, world: World, admitted: list[Request], still: list[Request]) -> None:
+        siblings = {id(ticket.request) for ticket in world.tickets if ticket.index}
+        for request in admitted:
+            for other in still:
+                is_older = other.arrival < request.arrival and id(other) not in siblings
+                if _is_fresh(request) and (not _is_fresh(other) or is_older):
+                    raise Unfair("fairness", f"{request.id} was admitted while {other.id} waits")
+
+    def _by_priority(self, world: World, admitted: list[Request], still: list[Request]) -> None:
+        for request in admitted:
+            for other in still:
+                if other.priority > request.priority:
+                    raise Unfair("fairness", f"{request.id} was admitted while {other.id} waits, more important")
+        if world.config.chunk_tokens is not None or world.is_blocked or not still:
+            return
+        best = max(request.priority for request in still)
+        for other in world.core.scheduler.running:
+            if other.priority < best - world.config.preemption_threshold:
+                raise Unfair("fairness", f"{other.id} of priority {other.priority} runs while one of {best} waits")
+
+    def _by_hits(self, world: World, admitted: list[Request], still: list[Request]) -> None:
+        for other in filter(_is_fresh, still):
+            self.passed[other.arrival] += sum(_is_fresh(r) and r.arrival > other.arrival for r in admitted)
+            num_passed = self.passed[other.arrival]
+            if num_passed > PATIENCE + world.config.num_rows:
+                raise Unfair("fairness", f"{other.id} was passed over {num_passed} times")
+
+
+def _is_fresh(request: Request) -> bool:
+    return request.num_retractions == 0
+
+
+class Fences:
+    """What the tree had when a reader outside put its fence up is unchanged until the fence is lifted."""
+
+    moments: tuple[Moment, ...] = ("collected",)
+
+    def look(self, world: World, moment: Moment) -> None:
+        for late in world.fences:
+            if not (world.runner.kv.content(late.pages) == late.content).all():
+                raise BrokenPromise("fences", f"pages changed under a reader, {late.lift_at - world.step} steps early")
+
+
+class Width:
+    """No row reserves more than a page behind what it needs: a reserve that nobody wanted is lost for others."""
+
+    moments: tuple[Moment, ...] = ("launched",)
+
+    def look(self, world: World, moment: Moment) -> None:
+        for request in world.core.scheduler.running:
+            if request.kv.kv_allocated_len > ceil_page(request.num_known, world.config.page_size):
+                raise Leak("width", f"{request.id} knows {request.num_known} tokens: {request.kv}")
+
+
+def checkers() -> list[Checker]:
+    """New checkers for one run, in the order of their looks."""
+    return [Audit(), Tokens(), Reports(), Deadlines(), Hits(), Progress(), Fairness(), Fences(), Width(), Idle()]

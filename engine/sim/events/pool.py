@@ -1,0 +1,44 @@
+"""Trouble with pages: an allocation that fails although there are pages, and a reader outside that takes its time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.sim.events.kinds import Kind
+from engine.sim.world import LateFence, World
+
+
+@dataclass(frozen=True, slots=True)
+class FailAllocation:
+    """The allocation after `after` more successful ones fails, once."""
+
+    after: int
+
+    def apply(self, world: World) -> str:
+        world.families.fails_in = self.after
+        world.marks["allocation fails"] += 1
+        return f"fail+{self.after}"
+
+
+@dataclass(frozen=True, slots=True)
+class HoldFence:
+    """Somebody outside reads the tree's pages for `num_steps` steps: what is released meanwhile must stay as it is."""
+
+    num_steps: int
+
+    def apply(self, world: World) -> str:
+        held = [node.held["full"] for node in world.core.allocator.tree.nodes()]
+        pages = np.concatenate(held) if held else np.empty(0, dtype=np.int32)
+        fences = world.families.fence(f"reader of step {world.step}")
+        lift_at = world.step + self.num_steps
+        world.fences.append(LateFence(fences, lift_at, pages, world.runner.kv.content(pages)))
+        world.marks["fence held"] += 1
+        return f"fence+{self.num_steps}"
+
+
+KINDS = (
+    Kind("fail allocation", lambda swarm: FailAllocation(swarm.rng.randrange(4))),
+    Kind("hold fence", lambda swarm: HoldFence(swarm.rng.randrange(1, 6))),
+)

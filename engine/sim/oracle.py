@@ -1,0 +1,91 @@
+"""What every request must say, from its prompt alone: Python integers, and no code of engine, cache or device.
+
+The hash is the null device's, written a second time: position and index are the same number here, since a row that is
+read right has token `i` at place `i`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+MASK = 2**64 - 1
+INDEX_AND_POSITION = 0x9E3779B97F4A7C15 + 0xC2B2AE3D27D4EB4F
+INDEX = 0x9E3779B97F4A7C15
+TOKEN = 0x165667B19E3779F9
+MIX = 0xBF58476D1CE4E5B9
+SEED = 0x2545F4914F6CDD1D
+
+
+def extended_hash(start: int, first: int, tokens: Iterable[int], weights_version: int) -> int:
+    """The hash of a text of `first` tokens, `start`, with more tokens behind it."""
+    total = start
+    for position, token in enumerate(tokens, start=first):
+        x = (position * INDEX_AND_POSITION + (token + (weights_version << 32)) * TOKEN) & MASK
+        x ^= x >> 29
+        x = x * MIX & MASK
+        total += x ^ x >> 32
+    return total & MASK
+
+
+def next_token(text_hash: int, length: int, seed: int | None, vocab_size: int) -> int:
+    """The token behind a text of `length` tokens; `seed` is None for greedy."""
+    salt = 0 if seed is None else seed * SEED + length
+    x = (text_hash + salt * INDEX) & MASK
+    x ^= x >> 30
+    x = x * MIX & MASK
+    return (x ^ x >> 31) % vocab_size
+
+
+def continuation(prompt: Sequence[int], num_new: int, seed: int | None, weights_version: int, vocab: int) -> list[int]:
+    """The `num_new` tokens that follow a prompt when nothing stops them."""
+    text_hash, length = extended_hash(0, 0, prompt, weights_version), len(prompt)
+    tokens: list[int] = []
+    for _ in range(num_new):
+        token = next_token(text_hash, length, seed, vocab)
+        tokens.append(token)
+        text_hash = extended_hash(text_hash, length, (token,), weights_version)
+        length += 1
+    return tokens
+
+
+def ended(tokens: Sequence[int], stop_ids: Collection[int]) -> tuple[str, list[int]]:
+    """Why an answer of these tokens ends, and with which: its first stop id is its last token."""
+    for i, token in enumerate(tokens):
+        if token in stop_ids:
+            return "stop", list(tokens[: i + 1])
+    return "length", list(tokens)
+
+
+@dataclass(slots=True)
+class Cursor:
+    """How much of one text is known already: `length` tokens, whole pages, with their hash."""
+
+    length: int = 0
+    text_hash: int = 0
+
+
+@dataclass(slots=True)
+class KnownPrefixes:
+    """Which prefixes somebody has computed, by everything that decides their KV: what a cache may know at most.
+
+    Prefixes are whole pages, and known by their hash.
+    """
+
+    page_size: int
+    _known: dict[object, set[int]] = field(default_factory=dict)
+
+    def add(self, key: object, tokens: Sequence[int], cursor: Cursor) -> None:
+        """Every whole page of a text behind `cursor`, which moves to the last."""
+        known = self._known.setdefault(key, set())
+        while cursor.length + self.page_size <= len(tokens):
+            page = tokens[cursor.length : cursor.length + self.page_size]
+            cursor.text_hash = extended_hash(cursor.text_hash, cursor.length, page, 0)
+            cursor.length += self.page_size
+            known.add(cursor.text_hash)
+
+    def has(self, key: object, prefix: Sequence[int]) -> bool:
+        return not len(prefix) or extended_hash(0, 0, prefix, 0) in self._known.get(key, ())
+
+    def clear(self) -> None:
+        self._known.clear()

@@ -1,0 +1,155 @@
+"""The simulator itself: the oracle and the device agree, equal seeds are equal, a failure is found and made small."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from devices.null.device import NullKv, Rows, next_tokens, null_capabilities
+from devices.registry import AUTO_ORDER, DeviceUnavailable, open_device
+from engine.sim.failures import SimFailure, WrongToken
+from engine.sim.oracle import continuation, ended, extended_hash, next_token
+from engine.sim.play import play
+from engine.sim.profiles import draw
+from engine.sim.run import Totals, run_seed, simulate
+from engine.sim.shrink import as_test, shrink
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def column(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def written(tokens: list[int], pages: list[int], page_size: int = 4) -> tuple[NullKv, Rows]:
+    kv = NullKv(8, page_size)
+    kv.write(Rows(np.array([pages], np.int32), column(0), column(len(tokens))), np.array(tokens, np.int32))
+    return kv, Rows(np.array([pages], np.int32), column(len(tokens) - 1), column(1))
+
+
+@pytest.mark.parametrize("length", [1, 4, 7, 11])
+@pytest.mark.parametrize("seed", [None, 0, 991])
+def test_oracle_and_device_agree_on_a_row_that_is_right(length: int, seed: int | None) -> None:
+    tokens = list(range(100, 100 + length))
+    kv, rows = written(tokens, [5, 2, 7])
+    hashes = kv.read(rows)
+    assert int(hashes[0]) == extended_hash(0, 0, tokens, 0)
+    salt = 0 if seed is None else (seed * 0x2545F4914F6CDD1D + length) % 2**64
+    got = next_tokens(hashes, np.array([salt], np.uint64), 4096)
+    assert int(got[0]) == next_token(int(hashes[0]), length, seed, 4096)
+
+
+@pytest.mark.parametrize("wrong", [[5, 2, 6], [5, 5, 7], [2, 5, 7], [5, 2, 0]])
+def test_a_wrong_page_is_another_hash(wrong: list[int]) -> None:
+    kv, rows = written(list(range(11)), [5, 2, 7])
+    assert kv.read(rows) != kv.read(Rows(np.array([wrong], np.int32), rows.starts, rows.num_new))
+
+
+def test_a_spoiled_page_and_new_weights_are_another_hash() -> None:
+    kv, rows = written(list(range(11)), [5, 2, 7])
+    before = kv.read(rows)
+    kv.copy_page(2, 3)
+    assert kv.read(Rows(np.array([[5, 3, 7]], np.int32), rows.starts, rows.num_new)) == before
+    kv.spoil(column(2))
+    assert kv.read(rows) != before
+    kv.weights_version = 1
+    kv.write(Rows(rows.tables, column(0), column(11)), np.arange(11, dtype=np.int32))
+    assert kv.read(rows) != before
+
+
+def test_the_oracle_ends_an_answer_at_its_first_stop() -> None:
+    tokens = continuation([7, 8, 9], 6, None, 0, 4096)
+    assert continuation([7, 8, 9, *tokens[:2]], 4, None, 0, 4096) == tokens[2:]
+    assert ended(tokens, ()) == ("length", tokens)
+    assert ended(tokens, {tokens[2]}) == ("stop", tokens[:3])
+
+
+def test_only_a_simulation_opens_the_null_device() -> None:
+    assert "null" not in AUTO_ORDER
+    with pytest.raises(DeviceUnavailable, match="unknown"):
+        open_device("null")
+    assert null_capabilities(16, resume_unit="page").resume_unit == "page"
+
+
+def trace(seed: int, profile: str = "mixed") -> str:
+    drawn, lines = draw(seed, 200, profile), []
+    play(drawn.config, drawn.script, drawn.num_steps, lines.append)
+    return "\n".join([repr(drawn), *lines])
+
+
+def test_equal_seeds_are_equal_to_the_byte_in_another_process_as_well() -> None:
+    program = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]!r}; import sim.test_simulator as t"
+    command = [sys.executable, "-c", f"{program}; print(t.trace(5))"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "77"})
+    assert done.stdout.rstrip("\n") == trace(5) == trace(5)
+    assert trace(5) != trace(6)
+
+
+def test_the_canary_fails() -> None:
+    for seed in range(3):
+        failure = run_seed(draw(seed, 300, "canary"), Totals())
+        assert isinstance(failure, WrongToken)
+
+
+def test_every_class_of_failure_has_its_exit_code() -> None:
+    codes = [kind.exit_code for kind in SimFailure.__subclasses__()]
+    assert sorted(codes) == list(range(127, 133))
+
+
+def test_a_failure_is_shrunk_to_a_test_that_fails_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sim.faults import FAULTS
+
+    fault = next(fault for fault in FAULTS if fault.name == "a fork keeps more than it reads")
+    fault.inject(monkeypatch)
+    for seed in range(fault.max_seeds):
+        drawn = draw(seed, 150, fault.profile)
+        failure = run_seed(drawn, Totals())
+        if failure is not None:
+            break
+    small = shrink(drawn, failure)
+    assert len(small.best.script) == 1 < len(drawn.script)
+    assert small.failure.checker == failure.checker == "tokens"
+    scope: dict = {}
+    exec(as_test(small.best, small.failure, "it"), scope)
+    with pytest.raises(WrongToken) as caught:
+        scope["test_it"]()
+    assert (str(caught.value), caught.value.step) == (str(small.failure), small.failure.step)
+    monkeypatch.undo()
+    scope["test_it"]()
+
+
+def test_a_run_says_how_to_replay_what_failed_and_returns_its_code() -> None:
+    said: list[str] = []
+    arguments = {"num_steps": 300, "minutes": 0.0, "is_verbose": False, "say": said.append}
+    assert simulate(seed=3, num_seeds=2, profile="canary", **arguments) == WrongToken.exit_code
+    assert "scripts/sim --profile canary --seed 3 --steps 300" in said[-1]
+    assert "def test_seed_3_of_canary" in said[-1]
+    assert simulate(seed=3, num_seeds=2, profile="tiny", **arguments) == 0
+    assert said[-1].startswith("2 seeds, ")
+
+
+def test_minutes_bound_a_soak() -> None:
+    now = iter(range(0, 1000, 25))
+    said: list[str] = []
+    code = simulate(
+        seed=0,
+        num_seeds=1,
+        num_steps=5,
+        profile="tiny",
+        minutes=1.0,
+        is_verbose=False,
+        say=said.append,
+        clock=lambda: float(next(now)),
+    )
+    assert code == 0
+    assert said[-1].startswith("2 seeds, ")
+
+
+def test_a_simulation_needs_no_torch() -> None:
+    program = "import sys, engine.sim.run; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
