@@ -20,13 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-<<<<<<< HEAD
 from engine.cli_options import EngineFlags, with_engine_flags, with_server_flags
-from engine.errors import ConfigError, RungError
-=======
-from engine.cli_options import EngineFlags, with_engine_flags
-from engine.errors import BadRequest, RungError
->>>>>>> b2179de235aca96caaddf5ee54b9b1d803c260e9
+from engine.errors import BadRequest, ConfigError, RungError
 from engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -126,7 +121,6 @@ def bench(
 
 
 @app.command()
-<<<<<<< HEAD
 @with_server_flags
 def serve(
     flags: EngineFlags,
@@ -142,7 +136,9 @@ def serve(
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; pip install 'rung[serve]'") from error
     sys.exit(serve_app(engine, server))
-=======
+
+
+@app.command()
 def sim(
     seed: Annotated[int, typer.Option(help="First seed.")] = 0,
     seeds: Annotated[int, typer.Option(help="How many seeds.")] = 1,
@@ -167,7 +163,6 @@ def sim(
         say=print,
     )
     raise typer.Exit(code)
->>>>>>> b2179de235aca96caaddf5ee54b9b1d803c260e9
 
 
 @app.command()
