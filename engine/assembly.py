@@ -67,7 +67,7 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
     _check_masks(model_config, device)
 
     total_bytes = device.memory().total_bytes
-    model, report = load_model(source, dtype, device.torch_device, context_len, progress)
+    model, report = load_model(source, dtype, device, context_len, progress)
     token_bytes = attention_token_bytes(
         model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, kv_dtype.itemsize
     )
@@ -118,7 +118,7 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
 
 def _open(config: EngineConfig) -> Device:
     try:
-        choice = open_device(config.model.device)
+        choice = open_device(config.model.device, config.kernels)
     except DeviceUnavailable as error:
         raise ConfigError(error.reason) from error
     logger.info("device:\n%s", choice.explain())
