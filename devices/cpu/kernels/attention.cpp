@@ -11,7 +11,7 @@
 #include <omp.h>
 #include <vector>
 
-constexpr long BLOCK = 64;
+constexpr long BLOCK = 32;
 constexpr long TASK_ROWS = 48;  // queries of a task: their sums and scores stay in the second-level cache
 
 struct Shape {
@@ -22,8 +22,11 @@ struct Shape {
 // Addresses of a block's positions in one head of the pages.
 template <class T>
 static void locate(const T *pages, const int32_t *table, const Shape &s, long head, long from, long to, const T **at) {
-    for (long i = from; i < to; i++)
-        at[i - from] = pages + ((table[i / s.page_size] * s.kv_heads + head) * s.page_size + i % s.page_size) * s.dim;
+    long page = from / s.page_size, offset = from % s.page_size;
+    for (long i = from; i < to; page++, offset = 0) {
+        const T *first = pages + (table[page] * s.kv_heads + head) * s.page_size * s.dim;
+        for (; i < to && offset < s.page_size; i++, offset++) at[i - from] = first + offset * s.dim;
+    }
     for (long i = to - from; i < BLOCK; i++) at[i] = at[to - from - 1];  // a tile is always whole
 }
 
@@ -69,7 +72,7 @@ template <class T> struct Scratch {
     std::vector<float> memory;
     float *queries, *sums, *scores;
     std::vector<float> best, total, shrink;
-    const T *keys[BLOCK], *values[BLOCK];
+    const T *keys[BLOCK], *next_keys[BLOCK], *values[BLOCK];
 
     Scratch(long rows, long stride)
         : memory(rows * (2 * stride + BLOCK) + ALIGN), best(rows), total(rows), shrink(rows) {
@@ -90,13 +93,22 @@ static void task(const Q *q, long q_stride, Q *out, const T *k_pages, const T *v
     std::fill(w.best.begin(), w.best.end(), -INFINITY);
     std::fill(w.total.begin(), w.total.end(), 0.f);
     auto oldest = [&](long position) { return s.window ? std::max(0L, position + 1 - s.window) : 0L; };
-    for (long block = oldest(first) / BLOCK * BLOCK; block < last; block += BLOCK) {
-        long from = std::max(block, oldest(first)), to = std::min(block + BLOCK, last);
-        locate(k_pages, table, s, kv_head, from, to, w.keys);
+    for (long from = oldest(first), to; from < last; from = to) {
+        to = std::min(from / BLOCK * BLOCK + BLOCK, last);
+        if (from == oldest(first)) locate(k_pages, table, s, kv_head, from, to, w.keys);
+        else std::swap(w.keys, w.next_keys);
         locate(v_pages, table, s, kv_head, from, to, w.values);
-        for (long i = 0; i < to - from; i += COLUMNS)
-            tiles(w.queries, stride, rows, w.keys + i, s.dim,
+        if (to < last) locate(k_pages, table, s, kv_head, to, std::min(to + BLOCK, last), w.next_keys);
+        for (long i = 0; i < to - from; i += COLUMNS) {
+            auto fetch = [&](long k) {
+                for (int column = 0; column < COLUMNS; column++) {
+                    __builtin_prefetch(w.values[i + column] + k);
+                    if (to < last) __builtin_prefetch(w.next_keys[i + column] + k);
+                }
+            };
+            tiles(w.queries, stride, rows, w.keys + i, s.dim, fetch,
                   [&](long row, Quad dots) { put(w.scores + row * BLOCK + i, dots); });
+        }
         for (long position = std::max(first, from); position < last; position++) {
             long begin = std::max(from, oldest(position)) - from, n = std::min(to, position + 1) - from - begin;
             if (n <= 0) continue;

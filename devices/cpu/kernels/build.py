@@ -23,7 +23,8 @@ import torch
 logger = logging.getLogger("rung")
 
 COMPILER = "g++"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
+# Comparisons of floats are vectorised with -fno-trapping-math only; NaN and infinity stay what they are.
+FLAGS = ("-O3", "-march=native", "-fno-trapping-math", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
 KERNEL_FOLDER = Path("~/.cache/rung/kernels")
 SOURCE_FOLDER = Path(__file__).parent
 TIMEOUT_S = 300

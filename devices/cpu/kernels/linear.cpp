@@ -3,7 +3,7 @@
 
 #include "numeric.h"
 #include <omp.h>
-#include <vector>
+#include <memory>
 
 constexpr long CACHED_FLOATS = 64 * 1024;  // rows of x that all parts of the weight are multiplied with in turn
 
@@ -11,8 +11,8 @@ template <class T, class Y>
 static void linear(const T *x, long x_stride, const T *weight, const T *bias, Y *y, long rows, long outs, long ins,
                    int threads) {
     long stride = whole_pairs(ins);
-    std::vector<float> staging(rows * stride + ALIGN);
-    float *staged = aligned(staging.data());
+    std::unique_ptr<float[]> staging(new float[rows * stride + ALIGN]);
+    float *staged = aligned(staging.get());
     long block = CACHED_FLOATS / stride / MAX_ROWS * MAX_ROWS;
     if (block < MAX_ROWS) block = MAX_ROWS;
     long part = outs / COLUMNS / (4 * threads) + 1;  // long runs of the weight, and yet some to give to an idle thread
@@ -32,7 +32,11 @@ static void linear(const T *x, long x_stride, const T *weight, const T *bias, Y 
                     w[i] = weight + at * ins;
                     if (bias) added[i] = widen(bias[at]);
                 }
-                tiles(staged + first * stride, stride, count, w, ins, [&](long row, Quad dots) {
+                auto fetch = [&](long k) {
+                    const char *next = (const char *)(w[0] + COLUMNS * (ins + k));
+                    for (unsigned byte = 0; byte < COLUMNS * PAIR * sizeof(T); byte += 64) __builtin_prefetch(next + byte);
+                };
+                tiles(staged + first * stride, stride, count, w, ins, fetch, [&](long row, Quad dots) {
                     Y *to = y + (first + row) * outs + out;
                     dots += added;
                     if (left >= COLUMNS) put(to, dots);

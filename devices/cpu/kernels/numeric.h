@@ -145,15 +145,13 @@ constexpr int COLUMNS = 4;   // rows of the weight, or keys, that a tile takes
 constexpr int MAX_ROWS = 2;  // of x; 8 sums leave AVX2 enough registers, more of them were slower
 
 // result[row][column] = <x[row], w[column]>. An element's order of additions does not depend on ROWS.
-// x: arranged for T, rows `stride` apart; w: `size` elements each. Where rows of w lie one behind another, as those of a
-// weight do, what follows them is fetched meanwhile: without that, short rows reach half of the memory's speed.
-template <int ROWS, class T>
-static inline void tile(const float *x, long stride, const T *const *w, long size, Quad *result) {
+// x: arranged for T, rows `stride` apart; w: `size` elements each. `fetch(k)` is called once for PAIR elements, to
+// prefetch what comes next: the processor's own guesses reach a half of the memory's speed with short rows.
+template <int ROWS, class T, class Fetch>
+static inline void tile(const float *x, long stride, const T *const *w, long size, Fetch fetch, Quad *result) {
     Vec sum[ROWS][COLUMNS] = {};
     auto add = [&](long k, auto weight) {
-        const T *next = w[0] + COLUMNS * (size + k);
-        for (unsigned line = 0; line < COLUMNS * PAIR * sizeof(T) / 64; line++)
-            __builtin_prefetch((const char *)next + line * 64);
+        fetch(k);
         for (int half = 0; half < 2; half++) {
             Vec in[ROWS];
             for (int row = 0; row < ROWS; row++) in[row] = *(const Vec *)(x + row * stride + k + half * LANES);
@@ -170,14 +168,18 @@ static inline void tile(const float *x, long stride, const T *const *w, long siz
     for (int row = 0; row < ROWS; row++) result[row] = sums(sum[row][0], sum[row][1], sum[row][2], sum[row][3]);
 }
 
-// `tile` for every row of x; `use(row, dots)` gets the results.
-template <class T, class Use>
-static inline void tiles(const float *x, long stride, long rows, const T *const *w, long size, Use use) {
+// `tile` for every row of x, with `fetch` in the first; `use(row, dots)` gets the results.
+template <class T, class Fetch, class Use>
+static inline void tiles(const float *x, long stride, long rows, const T *const *w, long size, Fetch fetch, Use use) {
     Quad result[MAX_ROWS];
+    auto nothing = [](long) {};
     for (long row = 0; row < rows; row += MAX_ROWS) {
         long left = rows - row;
-        if (left >= 2) tile<2>(x + row * stride, stride, w, size, result);
-        else tile<1>(x + row * stride, stride, w, size, result);
+        const float *in = x + row * stride;
+        if (left == 1 && row == 0) tile<1>(in, stride, w, size, fetch, result);
+        else if (left == 1) tile<1>(in, stride, w, size, nothing, result);
+        else if (row == 0) tile<2>(in, stride, w, size, fetch, result);
+        else tile<2>(in, stride, w, size, nothing, result);
         for (long i = 0; i < MAX_ROWS && i < left; i++) use(row + i, result[i]);
     }
 }
