@@ -38,7 +38,11 @@ class ModelArgs:
         aliases=("model_path",),
     )
     device: str = arg("auto", "auto, cpu, cuda, npu or npu-sim; auto says why it refused the others.")
-    dtype: str = arg("auto", "Weights and activations.", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = arg(
+        "auto",
+        "Weights and activations; auto keeps the dtype that the weights are saved in.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
     kernels: str = arg(
         "auto", "The device's own kernels, or its plain torch forms (slower).", choices=("auto", "torch")
     )

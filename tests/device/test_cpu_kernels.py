@@ -281,3 +281,16 @@ def test_plain_torch_can_be_asked_for() -> None:
     assert isinstance(device.operators, TorchOperators)
     assert isinstance(device.attention(4, 2, 8), PagedAttention)
     assert device.description.endswith("kernels: plain torch, as asked")
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7F800001], ids=hex)
+def test_a_nan_of_any_bits_is_stored_as_nan(bits: int) -> None:
+    nan = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    k = nan.expand(1, 1, 16).contiguous()
+    pages = Pages([3], [1], (1, 1), 16, 16, torch.bfloat16)
+    backend = KernelAttention(LIBRARY, 1, 1, 16)
+    backend.plan(pages.step)
+    backend.forward(torch.ones(1, 1, 16), k, k, KvLayer(pages.k, pages.v, 0))
+    page = int(pages.step.page_tables[0, 0])
+    assert torch.isnan(pages.k[page, 0, 2]).all()
+    assert torch.isfinite(pages.k[page, 0, :2]).all()
