@@ -1,14 +1,14 @@
-"""What the engine may ask of a device: a frozen set of capabilities and three small protocols.
+"""What the engine may ask of a device: a frozen set of capabilities and four small protocols.
 
 Code above `devices/` asks `Capabilities`, never a device's name. Everything in it defaults to "no", so a device that
 forgets to declare something is refused where it matters instead of computing something wrong. `Device` opens memory
-and attention, `AttentionBackend` computes attention over paged KV. Nothing here imports torch: the scheduler reads
-capabilities too.
+and attention, `AttentionBackend` computes attention over paged KV, `Operators` the rest of a decoder layer. Nothing
+here imports torch: the scheduler reads capabilities too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 ResumeUnit = Literal["token", "page"]
 MaskKind = Literal["causal", "window"]
+KernelChoice = Literal["auto", "torch"]
+"""The device's best kernels, or its plain torch forms."""
+
+Linear = Callable[["torch.Tensor"], "torch.Tensor"]
+"""`y = x W^T + b`: [tokens, in] -> [tokens, out]."""
 
 
 class UnsupportedPageSize(ValueError):
@@ -125,6 +130,40 @@ class AttentionBackend(Protocol):
         ...
 
 
+class Operators(Protocol):
+    """What a decoder layer computes beside attention. Weights, activations and results are of one dtype, except where
+    another is said; inputs may be views whose rows are not contiguous and are never written."""
+
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Linear:
+        """A product with a loaded weight; called once for each, so a device may put it into a form of its own.
+
+        Args:
+            weight: [out, in]; bias: [out].
+            out_dtype: of the results, when not that of the weight.
+        """
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`x / rms(x) * weight` over the last dimension (RMSNorm, arXiv:1910.07467), computed in fp32."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of `x + residual`, and that sum; all [tokens, size]."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up` of the halves of `gate_up` [tokens, 2 * size] (SwiGLU, arXiv:2002.05202)."""
+        ...
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Turn the pairs (i, i + dim / 2) of `x` [tokens, heads, dim]; cos, sin: float32 [tokens, dim / 2]."""
+        ...
+
+
 class Device(Protocol):
     """One opened device."""
 
@@ -141,6 +180,9 @@ class Device(Protocol):
 
     @property
     def torch_device(self) -> torch.device: ...
+
+    @property
+    def operators(self) -> Operators: ...
 
     def memory(self) -> MemoryInfo: ...
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
-from devices.base import Device
+from devices.base import Device, KernelChoice
 
 AUTO_ORDER = ("npu", "cuda", "cpu")
 """What `auto` tries, best first."""
@@ -46,36 +46,37 @@ class Choice:
         return "\n".join([*lines, f"  {self.device.name:<5} chosen:  {self.device.description}"])
 
 
-def open_device(name: str = "auto") -> Choice:
+def open_device(name: str = "auto", kernels: KernelChoice = "auto") -> Choice:
     """Open a device.
 
     Args:
         name: "auto", or one of `DEVICE_NAMES`.
+        kernels: "torch" has the device compute in its plain torch forms.
     Raises:
         DeviceUnavailable: the device (or, for "auto", every candidate) cannot open; the text has every reason.
     """
     if name == "auto":
-        return _open_first(AUTO_ORDER)
+        return _open_first(AUTO_ORDER, kernels)
     if name not in _MODULES:
         raise DeviceUnavailable(f"device {name!r} is unknown; the devices are: auto, {', '.join(DEVICE_NAMES)}")
     try:
-        return Choice(_open(name))
+        return Choice(_open(name, kernels))
     except DeviceUnavailable as error:
         raise DeviceUnavailable(f"device {name!r} was asked for and cannot open: {error.reason}") from error
 
 
-def try_open(name: str) -> Device | str:
+def try_open(name: str, kernels: KernelChoice = "auto") -> Device | str:
     """The device, or the reason why it cannot open; for tables that list every device."""
     try:
-        return _open(name)
+        return _open(name, kernels)
     except DeviceUnavailable as error:
         return error.reason
 
 
-def _open_first(names: tuple[str, ...]) -> Choice:
+def _open_first(names: tuple[str, ...], kernels: KernelChoice) -> Choice:
     refusals: list[tuple[str, str]] = []
     for name in names:
-        opened = try_open(name)
+        opened = try_open(name, kernels)
         if not isinstance(opened, str):
             return Choice(opened, tuple(refusals))
         refusals.append((name, opened))
@@ -83,6 +84,6 @@ def _open_first(names: tuple[str, ...]) -> Choice:
     raise DeviceUnavailable(f'no device for "auto":\n{reasons}')
 
 
-def _open(name: str) -> Device:
-    factory: Callable[[str], Device] = import_module(_MODULES[name]).open_device
-    return factory(name)
+def _open(name: str, kernels: KernelChoice) -> Device:
+    factory: Callable[[str, KernelChoice], Device] = import_module(_MODULES[name]).open_device
+    return factory(name, kernels)

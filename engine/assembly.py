@@ -63,13 +63,13 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
     source = open_source(resolve_model(config.model.model, cache_dir(config.model_cache)))
     model_config = source.config
     tokenizer = _tokenizer(source)
-    dtype = _dtype(config.model.dtype, device.capabilities.dtypes, "dtype")
+    dtype = choose_dtype(config.model.dtype, model_config.saved_dtype, device.capabilities.dtypes)
     kv_dtype = dtype if config.memory.kv_cache_dtype == "auto" else getattr(torch, config.memory.kv_cache_dtype)
     context_len = _context_len(config, model_config)
     _check_masks(model_config, device)
 
     total_bytes = device.memory().total_bytes
-    model, report = load_model(source, dtype, device.torch_device, context_len, progress)
+    model, report = load_model(source, dtype, device, context_len, progress)
     token_bytes = attention_token_bytes(
         model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, kv_dtype.itemsize
     )
@@ -121,7 +121,7 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
 
 def _open(config: EngineConfig) -> Device:
     try:
-        choice = open_device(config.model.device)
+        choice = open_device(config.model.device, config.kernels)
     except DeviceUnavailable as error:
         raise ConfigError(error.reason) from error
     logger.info("device:\n%s", choice.explain())
@@ -155,11 +155,20 @@ def _tokenizer(source: WeightSource) -> Tokenizer:
     return Tokenizer.from_directory(source.path)
 
 
-def _dtype(name: str, supported: tuple[str, ...], argument: str) -> torch.dtype:
-    name = supported[0] if name == "auto" else name
-    if name not in supported:
-        raise ConfigError(f"{argument}={name} is not supported by this device: it computes {', '.join(supported)}")
-    dtype: torch.dtype = getattr(torch, name)
+def choose_dtype(wanted: str, saved: str | None, supported: tuple[str, ...]) -> torch.dtype:
+    """What to compute with: what was asked for; else the weights' own dtype; else one that loses nothing of it.
+
+    Quantised weights (`saved` None) have no own dtype and take the device's preferred one, `supported[0]`. A dtype that
+    the device lacks (float16 has a longer mantissa than bfloat16, and a smaller range) becomes float32.
+    """
+    if wanted == "auto":
+        exact = [saved, "float32"] if saved is not None else []
+        wanted = next((name for name in exact if name in supported), supported[0])
+        if saved not in (None, wanted):
+            logger.info("weights are saved in %s, which this device does not compute: they become %s", saved, wanted)
+    if wanted not in supported:
+        raise ConfigError(f"dtype={wanted} is not supported by this device: it computes {', '.join(supported)}")
+    dtype: torch.dtype = getattr(torch, wanted)
     return dtype
 
 

@@ -23,7 +23,6 @@ from devices.pages import IntArray, ceil_page
 from engine.bench_report import Bandwidth, BenchRow, Round, Span, Traffic, mean_kv_tokens, median_bandwidth, row_of
 from engine.errors import BadRequest
 from engine.sampling.params import SamplingParams
-from engine.weights.loader import EMBEDDING
 from mem_cache.sizing import attention_token_bytes
 
 if TYPE_CHECKING:
@@ -281,11 +280,6 @@ def _report(llm: LLM, plan: BenchPlan, measured: dict[int, list[Round]], bandwid
 
 
 def traffic_of(runner: ModelRunner, config: ModelConfig, kv_dtype: torch.dtype) -> Traffic:
-    """Every weight once, but of an embedding that is not also the head only the batch's rows: none, to a good
-    approximation. Experts and windows are counted whole: an upper bound for models that have them."""
-    weights = runner.model.destinations()
-    weight_bytes = sum(weight.nbytes for weight in weights.values())
-    if not config.tie_word_embeddings:
-        weight_bytes -= weights[EMBEDDING].nbytes
+    """What a decode step reads; experts and windows are counted whole: an upper bound for models that have them."""
     token_bytes = attention_token_bytes(config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype.itemsize)
-    return Traffic(weight_bytes, token_bytes)
+    return Traffic(runner.model.step_bytes, token_bytes)

@@ -14,6 +14,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from devices.base import KernelChoice
 from engine.errors import ConfigError
 from engine.scheduler.queue import POLICIES
 from mem_cache.tree.policies import EVICTION_POLICIES
@@ -39,7 +40,14 @@ class ModelArgs:
         aliases=("model_path",),
     )
     device: str = arg("auto", "auto, cpu, cuda, npu or npu-sim; auto says why it refused the others.")
-    dtype: str = arg("auto", "Weights and activations.", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = arg(
+        "auto",
+        "Weights and activations; auto keeps the dtype that the weights are saved in.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    kernels: str = arg(
+        "auto", "The device's own kernels, or its plain torch forms (slower).", choices=("auto", "torch")
+    )
     context_length: int | None = arg(
         None,
         "Most tokens of prompt and output together; the model's own limit when not given.",
@@ -179,6 +187,10 @@ class EngineConfig:
         if size is None:
             return DEFAULT_CHUNK_TOKENS
         return None if size == -1 else size
+
+    @property
+    def kernels(self) -> KernelChoice:
+        return "torch" if self.model.kernels == "torch" else "auto"
 
     @property
     def mem_fraction(self) -> float:

@@ -1,14 +1,18 @@
-"""The CPU device: the default that runs anywhere. `device.py` opens it, `attention.py` computes paged attention."""
+"""The CPU device: the default that runs anywhere. `device.py` opens it.
+
+`attention.py` and `operators.py` compute in plain torch, `kernels/` in C++ that is compiled for this machine.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from devices.base import KernelChoice
     from devices.cpu.device import CpuDevice
 
 
-def open_device(name: str) -> CpuDevice:
+def open_device(name: str, kernels: KernelChoice = "auto") -> CpuDevice:
     from devices.cpu.device import CpuDevice
 
-    return CpuDevice()
+    return CpuDevice(kernels)

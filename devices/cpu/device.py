@@ -11,8 +11,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from devices.base import AttentionBackend, Capabilities, KvLayer, MemoryInfo
+from devices.base import AttentionBackend, Capabilities, KernelChoice, KvLayer, MemoryInfo, Operators
 from devices.cpu.attention import PagedAttention
+from devices.cpu.kernels.attention import KernelAttention
+from devices.cpu.kernels.build import KernelsUnavailable, load_kernels
+from devices.cpu.kernels.operators import KernelOperators
+from devices.cpu.operators import TorchOperators
 
 PAGE_SIZES = (1, 16, 32, 64, 128)
 
@@ -21,7 +25,8 @@ class CpuDevice:
     """KV of a layer is `[pages, num_kv_heads, page_size, head_dim]`: a head's page is contiguous, so a row of pages
     gathers into `[num_kv_heads, tokens, head_dim]`, which is what a batched matrix product wants."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: KernelChoice = "auto") -> None:
+        """`kernels`: "torch" computes everything in plain torch; "auto" does so where the kernels cannot be built."""
         fast_bf16 = _has_fast_bf16()
         dtypes = ("bfloat16", "float32") if fast_bf16 else ("float32", "bfloat16")
         self.name = "cpu"
@@ -37,9 +42,18 @@ class CpuDevice:
             masks=frozenset({"causal", "window"}),
             collectives="gloo" if torch.distributed.is_available() else None,
         )
+        self._library, reason = None, "kernels: plain torch, as asked"
+        if kernels == "auto":
+            try:
+                self._library, reason = load_kernels(), "kernels: own"
+            except KernelsUnavailable as error:
+                reason = f"kernels: plain torch, slower, because {error}"
+        self.operators: Operators = (
+            TorchOperators() if self._library is None else KernelOperators(self._library, fast_bf16)
+        )
         self.description = (
             f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, prefers {dtypes[0]}, "
-            f"page {self.capabilities.default_page_size}, resumes at the token"
+            f"page {self.capabilities.default_page_size}, resumes at the token, {reason}"
         )
 
     def memory(self) -> MemoryInfo:
@@ -56,7 +70,9 @@ class CpuDevice:
     def attention(
         self, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None
     ) -> AttentionBackend:
-        return PagedAttention(num_heads, num_kv_heads, head_dim, window)
+        if self._library is None:
+            return PagedAttention(num_heads, num_kv_heads, head_dim, window)
+        return KernelAttention(self._library, num_heads, num_kv_heads, head_dim, window)
 
     def copy_page(self, layers: Sequence[KvLayer], source: int, target: int) -> None:
         for layer in layers:

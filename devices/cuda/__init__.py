@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from devices.base import KernelChoice
 
 
-def open_device(name: str) -> NoReturn:
+def open_device(name: str, kernels: KernelChoice = "auto") -> NoReturn:
     """Raises DeviceUnavailable, always: first what the machine lacks, else what this version lacks."""
     import torch
 

@@ -63,7 +63,7 @@ class MoeConfig:
 class ModelConfig:
     """Sizes and constants of one model. Sizes are counts of elements, `max_position_embeddings` is in tokens.
 
-    `saved_dtype` is the dtype that most weights have in the file; "float32" for quantised ones, which are dequantised.
+    `saved_dtype` is the torch dtype that most weights have in the file; None when those are quantised.
     `eos_token_ids` holds every id that ends a generation, without repeats, the file's main one first.
     `windows` says for each layer how many tokens a token attends to, itself included; None for all before it.
     `qk_norm`: each head of q and k is normalised, with weights shared by the heads, before it is rotated.
@@ -90,7 +90,7 @@ class ModelConfig:
     hidden_act: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    saved_dtype: str
+    saved_dtype: str | None
 
     @property
     def max_model_len(self) -> int:
@@ -158,7 +158,7 @@ class ModelConfig:
         *,
         tensor_shapes: Mapping[str, tuple[int, ...]],
         freq_factors: tuple[float, ...] | None = None,
-        saved_dtype: str = "float32",
+        saved_dtype: str | None = None,
     ) -> ModelConfig:
         """Read GGUF key/value metadata, and from the tensors what GGUF has no key for.
 
@@ -167,7 +167,7 @@ class ModelConfig:
             tensor_shapes: GGUF tensor name -> torch shape (rows first). The head is tied when there is no
                 `output.weight`; biases are there when their tensors are.
             freq_factors: contents of `rope_freqs.weight` when the file has it.
-            saved_dtype: dtype of most of the weights once read.
+            saved_dtype: dtype of most of the weights; None when they are quantised.
         Raises:
             ModelLoadError: as `from_hf`.
         """

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from devices.base import AttentionBackend, KvLayer
+from devices.base import AttentionBackend, Device, KvLayer, Linear
 from engine.models.config import ModelConfig
-from engine.models.layers import FusedLinear, GatedMlp, Mlp, MoeMlp, Named, Weights
+from engine.models.layers import GatedMlp, Mlp, MoeMlp, Named, Parts
 from engine.models.rope import Rotation, build_rope
 
 LM_HEAD = "lm_head.weight"
@@ -23,20 +23,21 @@ LM_HEAD = "lm_head.weight"
 class DecoderLayer:
     """One layer; its KV is the attention backend's."""
 
-    def __init__(self, config: ModelConfig, index: int, new: Weights) -> None:
+    def __init__(self, config: ModelConfig, index: int, parts: Parts) -> None:
         hidden, dim = config.hidden_size, config.head_dim
         self.config = config
+        self._operators = parts.operators
         self.q_size, self.kv_size = config.num_heads * dim, config.num_kv_heads * dim
-        self.input_norm, self.post_norm = new(hidden), new(hidden)
-        self.qkv = FusedLinear(new, hidden, (self.q_size, self.kv_size, self.kv_size), config.qkv_bias)
-        self.out = FusedLinear(new, self.q_size, (hidden,), config.out_bias)
-        self.q_norm = new(dim) if config.qk_norm else None
-        self.k_norm = new(dim) if config.qk_norm else None
+        self.input_norm, self.post_norm = parts.tensor(hidden), parts.tensor(hidden)
+        self.qkv = parts.linear(hidden, (self.q_size, self.kv_size, self.kv_size), config.qkv_bias)
+        self.out = parts.linear(self.q_size, (hidden,), config.out_bias)
+        self.q_norm = parts.tensor(dim) if config.qk_norm else None
+        self.k_norm = parts.tensor(dim) if config.qk_norm else None
         self.mlp: Mlp
         if config.moe is not None and index in config.moe.layers:
-            self.mlp = MoeMlp(new, hidden, config.moe)
+            self.mlp = MoeMlp(parts, hidden, config.moe)
         else:
-            self.mlp = GatedMlp(new, hidden, config.intermediate_size, config.mlp_bias)
+            self.mlp = GatedMlp(parts, hidden, config.intermediate_size, config.mlp_bias)
 
     def destinations(self, prefix: str) -> Named:
         named = {
@@ -50,12 +51,16 @@ class DecoderLayer:
         named |= self.out.destinations([f"{prefix}.self_attn.o_proj"])
         return named | self.mlp.destinations(f"{prefix}.mlp")
 
-    def forward(self, x: torch.Tensor, rotate: Rotation, attention: AttentionBackend, kv: KvLayer) -> torch.Tensor:
-        """x, result: [tokens, hidden_size]."""
-        x = x + self._attend(self._norm(x, self.input_norm), rotate, attention, kv)
-        return x + self.mlp(self._norm(x, self.post_norm))
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, turns: Rotation, attention: AttentionBackend, kv: KvLayer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's input and its output are sums of two addends, all [tokens, hidden_size]: whoever norms adds."""
+        add_norm, eps = self._operators.add_rms_norm, self.config.rms_norm_eps
+        x, residual = add_norm(x, residual, self.input_norm, eps)
+        x, residual = add_norm(self._attend(x, turns, attention, kv), residual, self.post_norm, eps)
+        return self.mlp(x), residual
 
-    def _attend(self, x: torch.Tensor, rotate: Rotation, attention: AttentionBackend, kv: KvLayer) -> torch.Tensor:
+    def _attend(self, x: torch.Tensor, turns: Rotation, attention: AttentionBackend, kv: KvLayer) -> torch.Tensor:
         config, num_tokens = self.config, x.shape[0]
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         qk, v = torch.split(self.qkv(x), [self.q_size + self.kv_size, self.kv_size], dim=-1)
@@ -63,40 +68,51 @@ class DecoderLayer:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = torch.split(qk, [heads, kv_heads], dim=1)
             qk = torch.cat([self._norm(q, self.q_norm), self._norm(k, self.k_norm)], dim=1)
-        q, k = torch.split(rotate(qk), [heads, kv_heads], dim=1)
+        q, k = torch.split(self._operators.rotate(qk, turns.cos, turns.sin), [heads, kv_heads], dim=1)
         attended = attention.forward(q, k, v.view(num_tokens, kv_heads, dim), kv)
         return self.out(attended.reshape(num_tokens, self.q_size))
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+        return self._operators.rms_norm(x, weight, self.config.rms_norm_eps)
 
 
 class Decoder:
-    """The model on one device. Its weights are uninitialised until `destinations` was filled, every entry."""
+    """The model on one device. Fill every entry of `destinations`, then `prepare` it, then it runs."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, context_len: int) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: Device, context_len: int) -> None:
         """`context_len`: the longest sequence that the engine takes, in tokens; some ropes depend on it."""
         self.config = config
-        self.dtype = dtype
-        self._device = device
-        self.rope = build_rope(config.rope, config.head_dim, context_len, device)
-        self.embedding = self._new(config.vocab_size, config.hidden_size)
-        self.layers = [DecoderLayer(config, index, self._new) for index in range(config.num_layers)]
-        self.norm = self._new(config.hidden_size)
-        self.head = self.embedding if config.tie_word_embeddings else torch.empty_like(self.embedding)
+        self._parts = parts = Parts(dtype, device)
+        self.rope = build_rope(config.rope, config.head_dim, context_len, device.torch_device)
+        self.embedding = parts.tensor(config.vocab_size, config.hidden_size)
+        self.layers = [DecoderLayer(config, index, parts) for index in range(config.num_layers)]
+        self.norm = parts.tensor(config.hidden_size)
+        self._head = self.embedding if config.tie_word_embeddings else parts.tensor(*self.embedding.shape)
+        self._project: Linear
 
-    def _new(self, *shape: int) -> torch.Tensor:
-        """An uninitialised weight."""
-        return torch.empty(shape, dtype=self.dtype, device=self._device)
+    def prepare(self) -> None:
+        """Give the filled weights to the device; `destinations` may not be asked for again."""
+        self._parts.prepare()
+        self._project = self._parts.operators.linear(self._head, out_dtype=torch.float32)
+        del self._head
 
     def destinations(self) -> Named:
         """Where each tensor of a model file goes: Hugging Face name -> a view of the weights."""
         named = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         if not self.config.tie_word_embeddings:
-            named[LM_HEAD] = self.head
+            named[LM_HEAD] = self._head
         for index, layer in enumerate(self.layers):
             named |= layer.destinations(f"model.layers.{index}")
         return named
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._parts.dtype
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of weights that a step reads, if it reaches all experts: all but an embedding that is not the head."""
+        return self._parts.num_bytes - (0 if self.config.tie_word_embeddings else self.embedding.nbytes)
 
     def optional_names(self) -> frozenset[str]:
         """Names that a file may hold and that are not loaded: the head of a tied model."""
@@ -120,11 +136,13 @@ class Decoder:
             Hidden states for `logits`, [wanted, hidden_size].
         """
         x = F.embedding(token_ids, self.embedding)
-        rotate = self.rope.at(positions, self.dtype)
+        residual = torch.zeros_like(x)
+        turns = self.rope.at(positions)
         for layer, backend, kv in zip(self.layers, attention, kv_layers, strict=True):
-            x = layer.forward(x, rotate, backend, kv)
-        return F.rms_norm(x[wanted], self.norm.shape, self.norm, self.config.rms_norm_eps)
+            x, residual = layer.forward(x, residual, turns, backend, kv)
+        add_norm = self._parts.operators.add_rms_norm
+        return add_norm(x[wanted], residual[wanted], self.norm, self.config.rms_norm_eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Next-token logits, float32 [rows, vocab_size], of hidden states [rows, hidden_size]."""
-        return F.linear(hidden, self.head).to(torch.float32)
+        return self._project(hidden)

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from engine.models.decoder import Decoder
 from engine.weights.loader import LoadReport, load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
+    from devices.base import Device
     from engine.weights.source import WeightSource
 
 
 def load_model(
     source: WeightSource,
     dtype: torch.dtype,
-    device: torch.device,
+    device: Device,
     context_len: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Decoder, LoadReport]:
-    """Build the model of a source and fill every weight of it.
+    """Build the model of a source, fill every weight of it and make it ready to run.
 
     Args:
         context_len: the longest sequence that the engine takes, in tokens.
@@ -35,4 +36,5 @@ def load_model(
     """
     model = Decoder(source.config, dtype, device, context_len)
     report = load_weights(model.destinations(), source, optional=model.optional_names(), progress=progress)
+    model.prepare()
     return model, report

@@ -1,4 +1,4 @@
-"""Rotary position embedding: inverse frequencies by kind, and the rotation of queries and keys.
+"""Rotary position embedding: inverse frequencies by kind, and the turns at positions.
 
 Formulas: RoFormer (arXiv:2104.09864); the scalings and their sources are listed in `engine/models/rope_config.py`. The
 frequencies are chosen once, by the engine's context length, and never change while it runs: cached keys stay valid.
@@ -16,15 +16,10 @@ from engine.models.rope_config import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The turns of a step's tokens: `cos` and `sin` [tokens, 1, head_dim]."""
+    """The turns of a step's tokens, float32 [tokens, head_dim / 2], for `devices.base.Operators.rotate`."""
 
     cos: torch.Tensor
     sin: torch.Tensor
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotate the pairs (i, i + head_dim / 2) of `x` [tokens, heads, head_dim]."""
-        low, high = x.chunk(2, dim=-1)
-        return x * self.cos + torch.cat([-high, low], dim=-1) * self.sin
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +34,10 @@ class Rope:
     frequencies: torch.Tensor
     attention_factor: float
 
-    def at(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
-        """Rotations at `positions` (int64 [tokens]), computed in float32 and given as `dtype`."""
+    def at(self, positions: torch.Tensor) -> Rotation:
+        """Rotations at `positions`, an integer [tokens]."""
         angles = positions.to(torch.float32)[:, None] * self.frequencies
-        angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
-        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
-        return Rotation(cos.to(dtype), sin.to(dtype))
+        return Rotation(angles.cos() * self.attention_factor, angles.sin() * self.attention_factor)
 
 
 def build_rope(rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> Rope:

@@ -15,8 +15,11 @@ import torch
 
 from engine.step import SamplingColumns
 
-CANDIDATES = 1024
-"""Best tokens looked at first for top-k and top-p; a row that needs more is sorted whole."""
+CANDIDATES = 64
+"""Best tokens looked at first for top-k and top-p, enough for most rows."""
+
+MORE = 16
+"""A row that needs more candidates gets so many times as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +35,11 @@ class Cuts:
         limits = np.where(self.top_k == -1, vocab_size, np.minimum(self.top_k, vocab_size))
         return torch.from_numpy(limits.astype(np.int64))
 
-    def without_improbable(self, weights: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-        """`weights` [rows, n] with those below min-p times the best [rows, 1] set to 0."""
+    def without_improbable(self, weights: torch.Tensor) -> torch.Tensor:
+        """`weights` [rows, n] with those below min-p times the row's largest set to 0."""
         if not self.min_p.any():
             return weights
-        least = torch.from_numpy(self.min_p.astype(np.float64))[:, None] * best
+        least = torch.from_numpy(self.min_p.astype(np.float64))[:, None] * weights.amax(-1, keepdim=True)
         return torch.where(weights >= least, weights, 0.0)
 
     def of(self, rows: npt.NDArray[np.int64]) -> Cuts:
@@ -62,13 +65,13 @@ def sample(logits: torch.Tensor, columns: SamplingColumns) -> Sampled:
         is_cut = (columns.top_k[drawn] != -1) | (columns.top_p[drawn] < 1)
         for members, choose in ((drawn[~is_cut], _draw), (drawn[is_cut], _draw_filtered)):
             if len(members):
-                rows = torch.from_numpy(members)
+                rows = torch.from_numpy(members) if len(members) < len(logits) else slice(None)
                 number = uniform[torch.from_numpy(np.searchsorted(drawn, members))]
                 cuts = Cuts(columns.top_k[members], columns.top_p[members], columns.min_p[members])
                 # Less the best: a distribution stays the same, and no temperature makes its best token infinite.
                 scaled = (logits[rows] - best[rows][:, None]) / torch.from_numpy(columns.temperature[members])[:, None]
                 # A row that is not finite has no distribution; any will do, its token is not used.
-                scaled = torch.where(is_finite[rows][:, None], scaled, 0.0)
+                scaled[~is_finite[rows]] = 0.0
                 token_ids[rows] = choose(scaled, number, cuts)
     return Sampled(token_ids, is_finite)
 
@@ -89,8 +92,7 @@ def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def _draw(scaled: torch.Tensor, uniform: torch.Tensor, cuts: Cuts) -> torch.Tensor:
     """From the whole distribution, in vocabulary order."""
-    weights = torch.softmax(scaled, dim=-1, dtype=torch.float64)
-    return _invert(cuts.without_improbable(weights, weights.amax(-1, keepdim=True)), uniform)
+    return _invert(cuts.without_improbable(torch.softmax(scaled, dim=-1)), uniform)
 
 
 def _draw_filtered(
@@ -103,7 +105,8 @@ def _draw_filtered(
     limit = cuts.limit(vocab_size)
     # Never empty, also where the request's number is too small for its float32 column.
     nucleus = torch.from_numpy(np.maximum(cuts.top_p.astype(np.float64), 1e-300))[:, None]
-    whole = torch.logsumexp(scaled.double(), dim=-1, keepdim=True)
+    # The best token's logit is 0: no exponential overflows, and float32 is as exact as the logits are.
+    whole = scaled.exp().sum(-1, keepdim=True, dtype=torch.float64).log()
     if num_candidates < vocab_size:
         values, ids = torch.topk(scaled, num_candidates, dim=-1)
     else:
@@ -117,20 +120,21 @@ def _draw_filtered(
     # A token belongs to the nucleus while those before it have not reached top-p: the first always does.
     before = share.cumsum(-1) - share
     weights = torch.where(before < nucleus, mass, 0.0)
-    chosen = ids.gather(-1, _invert(cuts.without_improbable(weights, weights[:, :1]), uniform)[:, None])[:, 0]
+    chosen = ids.gather(-1, _invert(cuts.without_improbable(weights), uniform)[:, None])[:, 0]
     # Beyond the candidates: the mass of a top-k, or the end of a nucleus of all tokens.
     is_wider = (limit < vocab_size) | ((found < nucleus) | (nucleus >= 1))[:, 0]
     short = torch.nonzero((limit > num_candidates) & is_wider)[:, 0]
     if len(short):
-        chosen[short] = _draw_filtered(scaled[short], uniform[short], cuts.of(short.numpy()), vocab_size)
+        chosen[short] = _draw_filtered(scaled[short], uniform[short], cuts.of(short.numpy()), MORE * num_candidates)
     return chosen
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Index of the first cumulative weight above `uniform * total`; weights float64 [rows, n], result int64 [rows]."""
-    cumulative = weights.cumsum(-1)
+    """Index of the first cumulative weight above `uniform * total`; weights [rows, n], result int64 [rows]."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = uniform[:, None] * cumulative[:, -1:]
     place = torch.searchsorted(cumulative, target, right=True)[:, 0]
     # Rounding may put the target on the very end: take the last weight that is not zero.
-    last = weights.shape[-1] - 1 - (weights.flip(-1) > 0).to(torch.int8).argmax(-1)
-    return torch.minimum(place, last)
+    for row in torch.nonzero(place == weights.shape[-1])[:, 0]:
+        place[row] = torch.nonzero(weights[row])[-1, 0]
+    return place

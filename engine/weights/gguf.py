@@ -339,10 +339,11 @@ def _map_file(path: Path) -> mmap.mmap:
         raise ModelLoadError(f"{path}: cannot be read as a GGUF file: {error}") from error
 
 
-def _most_common_dtype(tensors: list[GgufTensor]) -> str:
-    """Name of the torch dtype in which most elements are once read."""
-    elements: Counter[str] = Counter()
+def _most_common_dtype(tensors: list[GgufTensor]) -> str | None:
+    """Name of the torch dtype that most elements have; None when most are quantised."""
+    elements: Counter[str | None] = Counter()
     for tensor in tensors:
-        dtype = _PLAIN_DTYPES.get(tensor.quant_type, torch.float32)
-        elements[str(dtype).removeprefix("torch.")] += math.prod(tensor.shape)
-    return elements.most_common(1)[0][0] if elements else "float32"
+        dtype = _PLAIN_DTYPES.get(tensor.quant_type)
+        name = None if dtype is None else str(dtype).removeprefix("torch.")
+        elements[name] += math.prod(tensor.shape)
+    return elements.most_common(1)[0][0] if elements else None

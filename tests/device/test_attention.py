@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from devices.base import AttentionMetadata, Device, KvLayer
+from devices.base import AttentionMetadata, Device, KernelChoice, KvLayer
 from devices.page_pool import PADDING_PAGE
 from devices.pages import page_count, ragged_slots
 from devices.registry import DEVICE_NAMES, try_open
@@ -24,33 +24,39 @@ HEAD_DIM = 16
 
 
 def cases() -> list[object]:
-    """Every page size of every device that opens; one that does not is one case, skipped with its reason."""
+    """Every page size of every device that opens, with its kernels and with its plain torch forms; a device that does
+    not open is one case, skipped with its reason."""
     found: list[object] = []
     for name in DEVICE_NAMES:
         opened = try_open(name)
         if isinstance(opened, str):
-            found.append(pytest.param((name, 0), id=name, marks=pytest.mark.skip(reason=f"{name}: {opened}")))
+            skipped = pytest.mark.skip(reason=f"{name}: {opened}")
+            found.append(pytest.param((name, "auto", 0), id=name, marks=skipped))
         else:
-            found += [pytest.param((name, size), id=f"{name}-page{size}") for size in opened.capabilities.page_sizes]
+            found += [
+                pytest.param((name, kernels, size), id=f"{name}-{kernels}-page{size}")
+                for kernels in ("auto", "torch")
+                for size in opened.capabilities.page_sizes
+            ]
     return found
 
 
 @pytest.fixture(params=cases())
-def case(request: pytest.FixtureRequest) -> tuple[str, int]:
-    name, page_size = request.param
-    return name, page_size
+def case(request: pytest.FixtureRequest) -> tuple[str, KernelChoice, int]:
+    name, kernels, page_size = request.param
+    return name, kernels, page_size
 
 
 @pytest.fixture
-def device(case: tuple[str, int]) -> Device:
-    opened = try_open(case[0])
+def device(case: tuple[str, KernelChoice, int]) -> Device:
+    opened = try_open(*case[:2])
     assert not isinstance(opened, str)
     return opened
 
 
 @pytest.fixture
-def page_size(case: tuple[str, int]) -> int:
-    return case[1]
+def page_size(case: tuple[str, KernelChoice, int]) -> int:
+    return case[2]
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:

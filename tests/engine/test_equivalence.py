@@ -95,6 +95,19 @@ def test_eviction_policy_changes_no_token(tiny_path, expected, policy):
     assert_idle(llm)
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_plain_torch_changes_no_token(tiny_path, expected, page_size):
+    llm = make_llm(tiny_path, page_size=page_size, chunked_prefill_size=64, kernels="torch")
+    assert outputs(run(llm, PROMPTS)) == expected
+    assert_idle(llm)
+
+
+def test_plain_torch_changes_no_token_of_windows_and_experts(variant_path, variant_expected):
+    llm = make_llm(variant_path, page_size=16, chunked_prefill_size=48, kernels="torch")
+    assert outputs(run(llm, PROMPTS, between=force_retractions(llm, every=2))) == variant_expected
+    assert_idle(llm)
+
+
 def test_late_arrivals_change_no_token(tiny_path, expected):
     llm = make_llm(tiny_path, page_size=16, chunked_prefill_size=7)
     waiting = list(enumerate(PROMPTS))

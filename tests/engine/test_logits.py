@@ -83,13 +83,13 @@ CONTEXT_LENGTHS = {"rope dynamic stretched": 200, "rope longrope short": 256}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("chunk", [-1, 7])
-def test_tiny_logits_equal_transformers(tmp_path, name, chunk):
+@pytest.mark.parametrize(("chunk", "kernels"), [(-1, "auto"), (7, "auto"), (20, "torch")])
+def test_tiny_logits_equal_transformers(tmp_path, name, chunk, kernels):
     architecture, overrides = CONFIGS[name]
     reference = save_tiny_model(tmp_path, architecture, seed=len(name), **overrides)
     prompt = np.random.default_rng(1).integers(3, 300, 75).tolist()
     context = CONTEXT_LENGTHS.get(name)
-    llm = make_llm(tmp_path, chunked_prefill_size=chunk, context_length=context)
+    llm = make_llm(tmp_path, chunked_prefill_size=chunk, context_length=context, kernels=kernels)
     for _ in range(2):  # once more, from the cache
         assert_logits_equal(llm, reference, prompt, reference_len=context or 0)
 

@@ -33,8 +33,8 @@ def test_a_device_that_cannot_mask_a_window_is_refused_and_only_for_models_with_
     save_tiny_model(tmp_path / "plain", "mistral", sliding_window=None)
     open_device = engine.assembly.open_device
 
-    def open_without_windows(name: str):
-        choice = open_device(name)
+    def open_without_windows(*asked: str):
+        choice = open_device(*asked)
         device = choice.device
         device.capabilities = dataclasses.replace(device.capabilities, masks=frozenset({"causal"}))
         return choice

@@ -23,7 +23,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, name: str, refuses: str | None) -> Non
     class Stub:
         description = f"a stub of {name}"
 
-    def open_stub(asked: str) -> Stub:
+    def open_stub(asked: str, kernels: str) -> Stub:
         if refuses is not None:
             raise DeviceUnavailable(refuses)
         opened = Stub()

@@ -111,9 +111,9 @@ def test_the_attention_factor_multiplies_cosine_and_sine():
     rope = RopeConfig(
         "yarn", 1e4, 4.0, original_max_position_embeddings=64, attention_factor=2.0, beta_fast=32, beta_slow=1
     )
-    rotation = build_rope(rope, 8, 256, torch.device("cpu")).at(torch.tensor([0, 3]), torch.float32)
-    assert rotation.cos[0].tolist() == [[2.0] * 8]
-    torch.testing.assert_close(rotation.cos**2 + rotation.sin**2, torch.full((2, 1, 8), 4.0))
+    rotation = build_rope(rope, 8, 256, torch.device("cpu")).at(torch.tensor([0, 3]))
+    assert rotation.cos[0].tolist() == [2.0] * 4
+    torch.testing.assert_close(rotation.cos**2 + rotation.sin**2, torch.full((2, 4), 4.0))
 
 
 def test_a_dynamic_rope_changes_nothing_up_to_the_original_context():

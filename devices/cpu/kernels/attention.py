@@ -1,0 +1,74 @@
+"""Paged attention with the kernel: it reads page tables and pages as they are, so a plan is a handful of addresses.
+
+A slot behind a row's last token holds whatever an earlier owner left, even NaN: the kernel never reads it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+
+from devices.base import AttentionMetadata, KvLayer
+from devices.cpu.kernels.operators import TYPE_NAMES, with_whole_tokens
+
+
+class _Shape(ctypes.Structure):
+    """`Shape` of attention.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_long) for name in ("heads", "kv_heads", "dim", "page_size", "window")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class KernelAttention:
+    """Causal attention of `num_heads` query heads over `num_kv_heads` paged heads (grouped-query when fewer), over the
+    last `window` tokens when one is given. What a token gets depends on its own row only, to the last bit."""
+
+    def __init__(
+        self, library: ctypes.CDLL, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None
+    ) -> None:
+        self.window = window
+        self._library = library
+        self._shape = _Shape(num_heads, num_kv_heads, head_dim, 1, window or 0, head_dim**-0.5)
+        self._batch = 0
+
+    def plan(self, step: AttentionMetadata) -> None:
+        """Keep the step's columns, in the types and the order that the kernel reads."""
+        self._shape.page_size = step.page_size
+        self._batch = len(step.query_lens)
+        self._tables = step.page_tables.contiguous()
+        self._starts = np.zeros(self._batch + 1, dtype=np.int32)
+        np.cumsum(step.query_lens, out=self._starts[1:])
+        self._seq_lens = np.ascontiguousarray(step.seq_lens, dtype=np.int32)
+        self._slots = np.ascontiguousarray(step.slots, dtype=np.int64)
+        self._planned = (
+            self._tables.data_ptr(),
+            self._tables.stride(0),
+            self._starts.ctypes.data,
+            self._seq_lens.ctypes.data,
+            self._slots.ctypes.data,
+            self._batch,
+            ctypes.addressof(self._shape),
+        )
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KvLayer) -> torch.Tensor:
+        """See `devices.base.AttentionBackend.forward`."""
+        q, k, v = with_whole_tokens(q), with_whole_tokens(k), with_whole_tokens(v)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        getattr(self._library, f"attention_{TYPE_NAMES[q.dtype]}_{TYPE_NAMES[layer.k.dtype]}")(
+            q.data_ptr(),
+            q.stride(0),
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
+            out.data_ptr(),
+            layer.k.data_ptr(),
+            layer.v.data_ptr(),
+            *self._planned,
+            torch.get_num_threads(),
+        )
+        return out

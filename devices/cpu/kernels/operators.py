@@ -1,0 +1,126 @@
+"""`devices.base.Operators` with the kernels; what they do not speed up goes to torch.
+
+Few rows (decode) are bound by reading the weight, which torch's products do slowly, and slower still in bf16 on
+processors without bf16 instructions. Many rows (prefill) are bound by arithmetic: MKL's fp32 product is used for them,
+on fp32 copies of one part of a bf16 weight after another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from devices.base import Linear
+
+MAX_KERNEL_ROWS = 64
+"""With more rows than this, MKL is faster."""
+
+WIDENED_FLOATS = 1 << 21
+"""Elements of a bf16 weight that are widened at once (8 MiB of fp32, less than a last-level cache)."""
+
+TYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+
+
+class KernelOperators:
+    """See `devices.base.Operators`. Tensors may have any row stride; rows are copied when they are not contiguous."""
+
+    def __init__(self, library: ctypes.CDLL, has_fast_bf16: bool) -> None:
+        """`has_fast_bf16`: torch's own bf16 products are the best for many rows."""
+        self._library = library
+        self._has_fast_bf16 = has_fast_bf16
+
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Linear:
+        return _KernelLinear(self._library, weight, bias, out_dtype or weight.dtype, self._has_fast_bf16)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        size = x.shape[-1]
+        self._run("rms_norm", x, weight, out, x.numel() // size, size, eps)
+        return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = x.contiguous(), residual.contiguous()
+        out, total = torch.empty_like(x), torch.empty_like(x)
+        rows, size = x.shape
+        self._run("add_rms_norm", x, residual, weight, out, total, rows, size, eps)
+        return out, total
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate_up = gate_up.contiguous()
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, size)
+        self._run("silu_mul", gate_up, out, rows, size)
+        return out
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = with_whole_tokens(x)
+        tokens, heads, dim = x.shape
+        out = x.new_empty(tokens, heads, dim)
+        self._run("rotate", x, x.stride(0), cos, sin, out, tokens, heads, dim // 2)
+        return out
+
+    def _run(self, name: str, x: torch.Tensor, *rest: Any) -> None:
+        """Call the kernel for the type of `x`; tensors are given by address, the number of threads comes last."""
+        arguments = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in (x, *rest)]
+        getattr(self._library, f"{name}_{TYPE_NAMES[x.dtype]}")(*arguments, torch.get_num_threads())
+
+
+class _KernelLinear:
+    """`y = x W^T + b`, x [rows, in] and W [out, in] of one type."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        has_fast_bf16: bool,
+    ) -> None:
+        self._weight, self._bias, self._out_dtype = weight.contiguous(), bias, out_dtype
+        self._function = getattr(library, f"linear_{TYPE_NAMES[weight.dtype]}_{TYPE_NAMES[out_dtype]}")
+        self._widens = weight.dtype == torch.bfloat16 and not has_fast_bf16
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self._weight.dtype or x.shape[1] != self._weight.shape[1]:
+            raise ValueError(f"{x.dtype} {list(x.shape)} does not fit {self._weight.dtype} {list(self._weight.shape)}")
+        if x.shape[0] > MAX_KERNEL_ROWS:
+            return (self._widened(x) if self._widens else F.linear(x, self._weight, self._bias)).to(self._out_dtype)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        out_size, in_size = self._weight.shape
+        y = torch.empty(x.shape[0], out_size, dtype=self._out_dtype)
+        bias = None if self._bias is None else self._bias.data_ptr()
+        self._function(
+            x.data_ptr(),
+            x.stride(0),
+            self._weight.data_ptr(),
+            bias,
+            y.data_ptr(),
+            x.shape[0],
+            out_size,
+            in_size,
+            torch.get_num_threads(),
+        )
+        return y
+
+    def _widened(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, out]."""
+        x = x.float()
+        out_size, in_size = self._weight.shape
+        y = torch.empty(x.shape[0], out_size)
+        parts = torch.split(self._weight, max(1, WIDENED_FLOATS // in_size))
+        for columns, part in zip(torch.split(y, len(parts[0]), dim=1), parts, strict=True):
+            torch.mm(x, part.float().T, out=columns)
+        return y if self._bias is None else y.add_(self._bias)
+
+
+def with_whole_tokens(x: torch.Tensor) -> torch.Tensor:
+    """`x` [tokens, heads, dim], copied unless each token's heads lie one behind another."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
