@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -89,8 +89,7 @@ class Plan:
     num_pages: int
 
 
-@dataclass(frozen=True, slots=True)
-class PageRange:
+class PageRange(NamedTuple):
     """Pages of a row's tokens `[start, end)`, whole pages of `family`."""
 
     family: str
@@ -154,17 +153,16 @@ def plan_release(record: ReqKvInfo, geometry: RowGeometry) -> tuple[PageRange, .
     window   |  tree's  |  free  | gone [dead_lo, cursor) |  free            |
     """
     lo, hi = record.cache_protected_len, record.kv_allocated_len
-    dead_lo = record.swa_dead_lo(geometry.page_size)
     ranges: list[PageRange] = []
     for family in geometry.families:
         if family.derived_from is not None:
             continue
-        if family.window is None or record.swa_evicted_seqlen <= dead_lo:
+        if family.window is None or record.swa_evicted_seqlen <= (dead_lo := record.swa_dead_lo(geometry.page_size)):
             ranges.append(PageRange(family.name, lo, hi))
         else:
             ranges.append(PageRange(family.name, lo, dead_lo))
             ranges.append(PageRange(family.name, record.swa_evicted_seqlen, hi))
-    return tuple(r for r in ranges if r.start < r.end)
+    return tuple([part for part in ranges if part.start < part.end])
 
 
 class KvAllocator:
