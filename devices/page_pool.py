@@ -75,7 +75,7 @@ class PagePool:
     @property
     def num_pending(self) -> int:
         """Pages that become free when the fences they wait for are lifted."""
-        return sum(len(batch.pages) for batch in self._pending)
+        return sum([len(batch.pages) for batch in self._pending])
 
     def alloc(self, n: int) -> IntArray:
         """Take `n` pages with one owner each, int32 [n].

@@ -63,7 +63,7 @@ def ragged_positions(starts: IntArray, lengths: IntArray) -> IntArray:
 
     starts [5, 0], lengths [1, 3]  ->  [5, 0, 1, 2]
     """
-    if _one_each(lengths):
+    if _is_one_each(lengths):
         return starts
     ends = np.cumsum(lengths, dtype=np.int32)
     total = int(ends[-1]) if len(ends) else 0
@@ -78,11 +78,11 @@ def ragged_slots(tables: IntArray, starts: IntArray, lengths: IntArray, page_siz
     """
     position = ragged_positions(starts, lengths)
     owner = np.arange(len(lengths))
-    if not _one_each(lengths):
+    if len(position) != len(lengths) or not _is_one_each(lengths):
         owner = np.repeat(owner, lengths)
     return tables[owner, position // page_size].astype(np.int64) * page_size + position % page_size
 
 
-def _one_each(lengths: IntArray) -> bool:
+def _is_one_each(lengths: IntArray) -> bool:
     """Whether a ragged batch is not ragged: the common case of decode."""
     return bool((lengths == 1).all())

@@ -181,6 +181,7 @@ class KvAllocator:
         self.geometry = rows.geometry
         self.idle: IdleRows = NoIdleRows()
         self._pool_names = tuple(families.pools)
+        self._pools = tuple(families.pools.values())
         for name in self._pool_names:
             if families.families[name].tokens_per_page != self.geometry.page_size:
                 raise ValueError(f"{families.families[name]}: its pages are not of the row's {self.geometry.page_size}")
@@ -189,17 +190,17 @@ class KvAllocator:
     @property
     def num_available(self) -> int:
         """Pages of the scarcest family that a plan could get now: free, or the tree's and unlocked."""
-        return min(pool.num_free for pool in self.families.pools.values()) + self.tree.num_evictable
+        return min([pool.num_free for pool in self._pools]) + self.tree.num_evictable
 
     @property
     def num_arriving(self) -> int:
         """Pages that become free without anybody's help: somebody still reads or writes them."""
-        return min(pool.num_pending for pool in self.families.pools.values())
+        return min([pool.num_pending for pool in self._pools])
 
     @property
     def num_pages(self) -> int:
         """Pages of the scarcest family, in any hands."""
-        return min(pool.num_pages for pool in self.families.pools.values())
+        return min([pool.num_pages for pool in self._pools])
 
     @property
     def num_reclaimable(self) -> int:
@@ -267,7 +268,7 @@ class KvAllocator:
                 self.idle.demote(holding)
                 if num_rows <= self.rows.num_free and num_pages <= self.num_available + self.num_arriving:
                     break
-        free = min(pool.num_free for pool in self.families.pools.values())
+        free = min([pool.num_free for pool in self._pools])
         if num_pages > free + self.num_arriving:
             self.tree.evict(num_pages - free - self.num_arriving)
 

@@ -127,6 +127,8 @@ def _ladders(held: list[Holding]) -> list[Violation]:
     found = []
     for holding in held:
         r = holding.record
+        if r.is_sound:
+            continue
         protected, allocated, page_size = r.cache_protected_len, r.kv_allocated_len, r.geometry.page_size
         climbs = 0 <= protected <= r.kv_committed_len <= r.kv_scheduled_len <= allocated <= r.geometry.row_width
         if not climbs or not is_whole_pages(protected, page_size) or not is_whole_pages(allocated, page_size):

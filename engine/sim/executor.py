@@ -15,8 +15,11 @@ from engine.step import SamplingColumns, StepInput, StepOutput
 from mem_cache.kv_info import RowGeometry
 from mem_cache.rows import table_width
 
-SEED_FACTOR = 0x2545F4914F6CDD1D
+SEED_FACTOR = np.uint64(0x2545F4914F6CDD1D)
 """Spreads a seed, so that seed and position of a sampled token give one salt."""
+
+
+NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
 
 
 class NullRunner:
@@ -59,9 +62,10 @@ class NullRunner:
             self._tables[change.row, change.start : change.start + len(change.pages)] = change.pages
         for copy in step.page_copies:
             self.kv.copy_page(copy.source, copy.target)
-        self._spoil({copy.target for copy in step.page_copies})
-        num_pages = page_count(int((step.starts + step.num_new).max()), self._page_size)
-        tables = self._tables[step.rows, :num_pages]
+        if self._freed:
+            self._spoil({copy.target for copy in step.page_copies})
+        longest = max((step.starts + step.num_new).tolist())
+        tables = self._tables[step.rows, : page_count(longest, self._page_size)]
         if self._is_canary and step.step_id % 50 == 0:
             tables[:, 0] = 0
         token_ids = step.token_ids
@@ -70,14 +74,16 @@ class NullRunner:
             is_finite = step.rows != self.nan_row
             token_ids = np.where(np.repeat(is_finite, step.num_new), token_ids, SPOILED).astype(np.int32)
             self.nan_row = None
+        rows = Rows(tables, step.starts, step.num_new)
         if self._capabilities.resume_unit == "page":
             self._check_starts(step)
-        self.kv.write(Rows(tables, step.starts, step.num_new), token_ids)
-        which = step.is_sampled
-        tokens = np.empty(0, dtype=np.int32)
-        if len(step.sampling.seed):
-            hashes = self.kv.read(Rows(tables[which], step.starts[which], step.num_new[which]))
-            tokens = next_tokens(hashes, _salts(step.sampling), self._vocab_size)[is_finite[which]]
+        self.kv.write(rows, token_ids)
+        which, num_sampled = step.is_sampled, len(step.sampling.seed)
+        tokens = NO_TOKENS
+        if num_sampled:
+            if num_sampled < len(which):
+                rows = Rows(tables[which], step.starts[which], step.num_new[which])
+            tokens = next_tokens(self.kv.read(rows), _salts(step.sampling), self._vocab_size)[is_finite[which]]
         return StepOutput(step.step_id, (which & is_finite).astype(np.int32), tokens, is_finite)
 
     def _check_starts(self, step: StepInput) -> None:
@@ -95,5 +101,6 @@ class NullRunner:
 
 def _salts(sampling: SamplingColumns) -> HashArray:
     """Seed and position of sampled rows as one number; greedy rows have 0, whatever their seed."""
-    salt = sampling.seed * np.uint64(SEED_FACTOR) + sampling.position.astype(np.uint64)
-    return np.where(sampling.temperature > 0, salt, np.uint64(0)).astype(np.uint64)
+    salt = sampling.seed * SEED_FACTOR + sampling.position.view(np.uint64)
+    salt *= sampling.temperature > 0
+    return salt
