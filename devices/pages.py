@@ -76,11 +76,13 @@ def ragged_slots(tables: IntArray, starts: IntArray, lengths: IntArray, page_siz
 
     Returns int64 [sum(lengths)], in the order of `ragged_positions`.
     """
-    position = ragged_positions(starts, lengths)
     owner = np.arange(len(lengths))
-    if len(position) != len(lengths) or not _is_one_each(lengths):
-        owner = np.repeat(owner, lengths)
-    return tables[owner, position // page_size].astype(np.int64) * page_size + position % page_size
+    if _is_one_each(lengths):
+        position = starts
+    else:
+        position, owner = ragged_positions(starts, lengths), np.repeat(owner, lengths)
+    page, offset = np.divmod(position, page_size)
+    return tables[owner, page].astype(np.int64) * page_size + offset
 
 
 def _is_one_each(lengths: IntArray) -> bool:

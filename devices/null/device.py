@@ -7,6 +7,7 @@ becomes free. The registry does not know this device: it has no attention, nothi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +32,8 @@ MIX_FACTOR = 0xBF58476D1CE4E5B9
 """Odd constants of well-known hashes (xxHash, SplitMix64); the oracle computes the same with Python's integers."""
 
 PAIR_FACTORS = np.array([POSITION_FACTOR, TOKEN_FACTOR], dtype=np.uint64)
-INDEX, MIX = np.uint64(INDEX_FACTOR), np.uint64(MIX_FACTOR)
-SHIFT_29, SHIFT_30, SHIFT_31, SHIFT_32 = (np.uint64(bits) for bits in (29, 30, 31, 32))
+MIX, SHIFT_29, SHIFT_32 = np.uint64(MIX_FACTOR), np.uint64(29), np.uint64(32)
+ALL_64_BITS = 2**64 - 1
 
 
 def null_capabilities(page_size: int, *, resume_unit: ResumeUnit = "token", overlap: bool = False) -> Capabilities:
@@ -75,11 +76,10 @@ class NullKv:
     def write(self, rows: Rows, token_ids: IntArray) -> None:
         """Put the new tokens of all rows into their slots. `token_ids`: int32 [sum(num_new)], row after row."""
         slots = ragged_slots(rows.tables, rows.starts, rows.num_new, self._page_size)
-        pairs = np.empty((len(slots), 2), dtype=np.int64)
-        pairs[:, 0] = ragged_positions(rows.starts, rows.num_new)
-        pairs[:, 1] = token_ids
-        pairs[:, 1] += self.weights_version << WEIGHTS_SHIFT
-        self.pairs[slots] = pairs
+        self.pairs[slots, 0] = ragged_positions(rows.starts, rows.num_new)
+        self.pairs[slots, 1] = token_ids
+        if self.weights_version:
+            self.pairs[slots, 1] += self.weights_version << WEIGHTS_SHIFT
         self._by_page[PADDING_PAGE] = SPOILED  # what is written there is lost
 
     def read(self, rows: Rows) -> HashArray:
@@ -118,10 +118,14 @@ def _mixed(x: HashArray) -> HashArray:
     return x
 
 
-def next_tokens(hashes: HashArray, salts: HashArray, vocab_size: int) -> IntArray:
-    """The token that follows each row, int32 [rows]; `salts`: what else decides the choice, 0 for greedy."""
-    x = hashes + salts * INDEX
-    x ^= x >> SHIFT_30
-    x *= MIX
-    x ^= x >> SHIFT_31
-    return (x % np.uint64(vocab_size)).astype(np.int32)
+def next_tokens(hashes: HashArray, salts: Iterable[int], vocab_size: int) -> IntArray:
+    """The token that follows each row, int32 [rows]; `salts`: what else decides the choice, 0 for greedy.
+
+    Python's integers: rows are few, and an array operation costs as much as ten of theirs.
+    """
+    tokens = []
+    for text_hash, salt in zip(hashes.tolist(), salts, strict=True):
+        x = text_hash + salt * INDEX_FACTOR & ALL_64_BITS
+        x = (x ^ x >> 30) * MIX_FACTOR & ALL_64_BITS
+        tokens.append((x ^ x >> 31) % vocab_size)
+    return np.array(tokens, dtype=np.int32)

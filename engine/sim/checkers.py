@@ -115,12 +115,13 @@ class Reports:
     moments: tuple[Moment, ...] = ("launched", "collected")
 
     def look(self, world: World, moment: Moment) -> None:
-        live = {id(ticket.request) for ticket in world.tickets}
         named: set[int] = set()
-        for request in world.changed:
-            if id(request) not in live or id(request) in named:
-                raise BrokenPromise("reports", f"{request.id} was named again after its end")
-            named.add(id(request))
+        if world.changed:
+            live = {id(ticket.request) for ticket in world.tickets}
+            for request in world.changed:
+                if id(request) not in live or id(request) in named:
+                    raise BrokenPromise("reports", f"{request.id} was named again after its end")
+                named.add(id(request))
         for ticket in world.tickets:
             if ticket.request.finish is not None and id(ticket.request) not in named and not ticket.is_abort_asked:
                 raise BrokenPromise("reports", f"{ticket.request.id} ended and nobody was told")
@@ -133,7 +134,10 @@ class Deadlines:
 
     def look(self, world: World, moment: Moment) -> None:
         for ticket in world.tickets:
-            if ticket.request.deadline_s <= world.clock.now_s and ticket.request.finish is None:
+            request = ticket.request
+            if request.params.time_limit_s is None or request.finish is not None:
+                continue
+            if request.deadline_s <= world.clock.now_s:
                 raise BrokenPromise("deadlines", f"{ticket.request.id} is late and goes on")
 
 
