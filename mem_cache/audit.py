@@ -77,7 +77,8 @@ def _counts_are_right(allocator: KvAllocator, pool: PagePool, nodes: list[Node],
         counts[page] = 1
     for page in in_rows:
         counts[page] += 1
-    return counts == pool.refcounts().tolist()
+    refs: list[int] = pool.refcounts().tolist()
+    return counts == refs
 
 
 def _owners(allocator: KvAllocator, family: str, nodes: list[Node], with_row: list[Holding]) -> dict[int, list[str]]:

@@ -15,7 +15,7 @@ from engine.sim.events.requests import draw_arrival
 from engine.sim.events.sessions import draw_turn
 from engine.sim.world import WorldConfig
 
-TRAITS = ("n", "sampled", "stop", "priority", "salt", "time limit", "after", "long", "chat")
+TRAITS = ("n", "sampled", "stop", "priority", "salt", "time limit", "after", "long", "chat", "timeout")
 """Sides of an arrival that a script has or has not; with "chat" most arrivals are turns of sessions."""
 
 

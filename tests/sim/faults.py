@@ -109,6 +109,48 @@ FAULTS = (
         "progress",
     ),
     Fault(
+        "eviction takes a page too many",
+        f"{ALLOCATOR}._make_room",
+        "(num_pages - free - self.num_arriving)",
+        "(num_pages - free - self.num_arriving + 1)",
+        "evictions",
+    ),
+    Fault(
+        "a whole leaf is evicted",
+        f"{TREE}.evict",
+        "min(num_pages - gone, leaf.num_pages)",
+        "leaf.num_pages",
+        "evictions",
+    ),
+    Fault("nothing matches", f"{ALLOCATOR}.match", "if not self.caching:", "if True:", "hits", "mixed"),
+    Fault("nothing is published", f"{ALLOCATOR}.publish", "if not self.caching:", "if True:", "hits", "mixed"),
+    Fault(
+        "an ended request publishes nothing", f"{SCHEDULER}._let_go", "if publish and", "if False and", "hits", "mixed"
+    ),
+    Fault(
+        "a turn keeps reserved pages",
+        "session.slot:SessionSlot.rewind",
+        "self._allocator.trim(self.record)",
+        "pass",
+        "width",
+        "mixed",
+    ),
+    Fault(
+        "a session is never late",
+        "session.controller:SessionController.expire",
+        "if session.expires_s(now) < now]",
+        "if False]",
+        "timeouts",
+        "mixed",
+    ),
+    Fault(
+        "a retracted request that is aborted stays in the queue",
+        f"{QUEUE}.remove",
+        "self._retracted.remove(request)",
+        "pass",
+        "audit",
+    ),
+    Fault(
         "a new page is written one entry late",
         f"{ALLOCATOR}._grow",
         "page_count(start, self.geometry.page_size)",

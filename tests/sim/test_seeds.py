@@ -16,12 +16,13 @@ BLOCKS = {"mixed": 6, "tiny": 6, "wide": 1}
 NUM_STEPS = 300
 
 MUST_HAPPEN = {
-    *(f"abort {state}" for state in ("waiting", "forking", "prefill", "prefill-in-flight")),
+    *(f"abort {state}" for state in ("waiting", "retracted", "forking", "prefill", "prefill-in-flight")),
     *(f"abort {state}" for state in ("decode", "decode-in-flight")),
     *(f"end {reason}" for reason in ("stop", "length", "abort", "timeout", "capacity", "error")),
-    *("arrive", "refused", "hit", "fork", "retracted", "retract forced", "not finite"),
+    *("arrive", "refused", "hit", "hit owed", "fork", "retracted", "retract forced", "not finite"),
     *("allocation fails", "fence held", "flush", "bump"),
     *("turn", "turn refused", "turn resumes", "rewind", "session fork with a row", "close", "close in a turn"),
+    *("session timeout", "disconnect in flight"),
 }
 
 
