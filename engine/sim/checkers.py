@@ -317,6 +317,8 @@ class Timeouts:
             if session not in world.histories:
                 del world.timeouts[session]
                 continue
+            if session in world.closing:
+                continue
             is_due = session not in busy and world.last_used_s[session] + timeout_s < world.clock.now_s
             if is_due is any(one.id == name_of(session) for one in world.core.sessions.sessions()):
                 raise BrokenPromise("timeouts", f"session {session} is due: {is_due}, and not closed accordingly")

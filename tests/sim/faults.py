@@ -80,6 +80,7 @@ FAULTS = (
         ".release(own[name][first:known])",
         ".release(own[name][first:known + 1])",
         "audit",
+        "siblings",
     ),
     Fault("publish keeps the old lock", f"{ALLOCATOR}.publish", "self.tree.unlock(lock)", "", "audit"),
     Fault("publish protects too little", f"{ALLOCATOR}.publish", "protect(end)", "protect(end - page_size)", "audit"),
@@ -125,7 +126,12 @@ FAULTS = (
     Fault("nothing matches", f"{ALLOCATOR}.match", "if not self.caching:", "if True:", "hits", "mixed"),
     Fault("nothing is published", f"{ALLOCATOR}.publish", "if not self.caching:", "if True:", "hits", "mixed"),
     Fault(
-        "an ended request publishes nothing", f"{SCHEDULER}._let_go", "if publish and", "if False and", "hits", "mixed"
+        "an ended request publishes nothing",
+        f"{SCHEDULER}._let_go",
+        "if publish and",
+        "if False and",
+        "hits",
+        "trouble",
     ),
     Fault(
         "a turn keeps reserved pages",
@@ -133,7 +139,7 @@ FAULTS = (
         "self._allocator.trim(self.record)",
         "pass",
         "width",
-        "mixed",
+        "chat",
     ),
     Fault(
         "a session is never late",
@@ -173,8 +179,8 @@ FAULTS = (
         "tokens",
     ),
     # Pages and fences.
-    Fault("a released page is not fenced", f"{POOL}.release", "if self._fences:", "if False:", "fences", "mixed"),
-    Fault("a page waits for one fence only", f"{POOL}.lift", "if batch.waits_for:", "if False:", "fences", "mixed"),
+    Fault("a released page is not fenced", f"{POOL}.release", "if self._fences:", "if False:", "fences", "trouble"),
+    Fault("a page waits for one fence only", f"{POOL}.lift", "if batch.waits_for:", "if False:", "fences", "trouble"),
     Fault("pending pages never come back", f"{POOL}.lift", "if batch.waits_for:", "if True:", "progress"),
     Fault(
         "retain counts the first page only",
@@ -182,7 +188,7 @@ FAULTS = (
         "np.add.at(self._refs, pages, 1)",
         "np.add.at(self._refs, pages[:1], 1)",
         "audit",
-        "mixed",
+        "trouble",
     ),
     Fault("release frees shared pages", f"{POOL}.release", "pages[after == 0]", "pages", "audit"),
     # The tree.
@@ -231,7 +237,7 @@ FAULTS = (
         '("weights", str(self.weights_version))',
         '("weights", "0")',
         "hits",
-        "mixed",
+        "trouble",
     ),
     Fault(
         "salts share prefixes",
@@ -262,7 +268,7 @@ FAULTS = (
         "publish=False",
         "publish=True",
         "tokens",
-        "mixed",
+        "trouble",
     ),
     Fault(
         "a token is shown after an abort",
@@ -321,6 +327,7 @@ FAULTS = (
         "for ended in self._end(sibling, finish)",
         "for ended in ()",
         "idle",
+        "siblings",
     ),
     Fault(
         "a waiting request is never late",
@@ -359,6 +366,7 @@ FAULTS = (
         "request.status is RequestStatus.FORKING",
         "False",
         "abort",
+        "siblings",
     ),
     Fault(
         "a prompt as long as the pool is refused",
@@ -385,16 +393,14 @@ FAULTS = (
         "tokens",
     ),
     # Sessions.
-    Fault(
-        "a page of two rows is published", f"{ALLOCATOR}._publishable_len", "shared.any()", "False", "audit", "mixed"
-    ),
+    Fault("a page of two rows is published", f"{ALLOCATOR}._publishable_len", "shared.any()", "False", "audit", "chat"),
     Fault(
         "a row of old weights serves a turn",
         "session.slot:SessionSlot.lend",
         "length == 0 or namespace != self._namespace",
         "length == 0",
         "tokens",
-        "mixed",
+        "chat",
     ),
     Fault(
         "an aborted turn stays in the row",
@@ -402,7 +408,7 @@ FAULTS = (
         "self.slot.rewind(len(self.log), self.log.readable(known))",
         "pass",
         "audit",
-        "mixed",
+        "chat",
     ),
     Fault(
         "a turn that went wrong stays in the row",
@@ -410,7 +416,7 @@ FAULTS = (
         "if trust_kv:",
         "if True:",
         "tokens",
-        "mixed",
+        "chat",
     ),
     Fault(
         "an ended turn keeps the loan",
@@ -426,7 +432,7 @@ FAULTS = (
         "self.slot.rewind(length, written)",
         "pass",
         "audit",
-        "mixed",
+        "chat",
     ),
     Fault(
         "a closed session keeps its row",

@@ -60,9 +60,11 @@ class Kind:
 
     Attributes:
         draw: makes one; None when the world it is drawn for cannot have it.
+        in_flight: share of the events that happen while a step is in flight.
         is_disturbance: drawn beside the arrivals, in swarms that have it; arrivals are in every swarm.
     """
 
     name: str
     draw: Callable[[Swarm], Event]
     is_disturbance: bool = True
+    in_flight: float = 0.4

@@ -268,5 +268,5 @@ KINDS = (
     Kind("abort retracted", lambda swarm: AbortRetracted(swarm.rng.randrange(8))),
     Kind("disconnect", lambda swarm: Disconnect(swarm.rng.randrange(8))),
     Kind("retract", lambda swarm: Retract(swarm.rng.randrange(8))),
-    Kind("not finite", lambda swarm: NotFinite(swarm.rng.randrange(8))),
+    Kind("not finite", lambda swarm: NotFinite(swarm.rng.randrange(8)), in_flight=1.0),
 )
