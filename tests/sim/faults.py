@@ -68,7 +68,7 @@ FAULTS = (
     # Who owns a page.
     Fault("a fork does not retain", f"{ALLOCATOR}.fork", ".retain(ids[in_tree:whole])", ".retain(ids[:0])", "audit"),
     Fault("a fork retains the tree's pages too", f"{ALLOCATOR}.fork", "ids[in_tree:whole]", "ids[:whole]", "audit"),
-    Fault("a fork shares the partial page", f"{ALLOCATOR}.fork", "self._copies.append(", "bool(", "tokens", "mixed"),
+    Fault("a fork shares the partial page", f"{ALLOCATOR}.fork", "self._copies.append(", "bool(", "tokens", "siblings"),
     Fault(
         "a fork keeps more than it reads", f"{ALLOCATOR}.fork", "(lock, in_tree)", "(lock, lock.num_pages)", "tokens"
     ),
@@ -131,7 +131,7 @@ FAULTS = (
         "if publish and",
         "if False and",
         "hits",
-        "trouble",
+        "chat",
     ),
     Fault(
         "a turn keeps reserved pages",
@@ -229,7 +229,7 @@ FAULTS = (
         "return tokens * TOKEN_BYTES // self.page_bytes",
         "return -(-tokens * TOKEN_BYTES // self.page_bytes)",
         "hits",
-        "mixed",
+        "siblings",
     ),
     Fault(
         "KV of old weights is found",
@@ -246,7 +246,7 @@ FAULTS = (
         '("salt", None)',
         "hits",
     ),
-    Fault("a flush flushes nothing", f"{TREE}.flush", "self.evict(self.num_evictable)", "pass", "flush"),
+    Fault("a flush flushes nothing", f"{TREE}.flush", "self.evict(self.num_evictable)", "pass", "flush", "siblings"),
     # One step.
     Fault(
         "the fence of a step stays up",
