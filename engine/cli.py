@@ -144,7 +144,8 @@ def sim(
     seeds: Annotated[int, typer.Option(help="How many seeds.")] = 1,
     steps: Annotated[int, typer.Option(help="Steps of a seed in which events happen; then everything must end.")] = 500,
     profile: Annotated[
-        str, typer.Option(help="Which worlds: mixed, tiny, wide, chat, siblings, trouble, canary (must fail).")
+        str,
+        typer.Option(help="Which worlds: mixed, tiny, wide, chat, siblings, trouble, branches, canary (must fail)."),
     ] = "mixed",
     minutes: Annotated[float, typer.Option(help="Run seeds for so long instead.")] = 0.0,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print a line for each step.")] = False,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from random import Random
 
 from engine.sim.events import KINDS, Swarm, Timed, sessions
+from engine.sim.events.branching import draw_branch
 from engine.sim.events.requests import draw_arrival
 from engine.sim.events.sessions import draw_turn
 from engine.sim.world import WorldConfig
@@ -93,12 +94,14 @@ PROFILES: dict[str, Callable[[Random], WorldConfig]] = {
     "chat": _draw_config,
     "siblings": _tiny,
     "trouble": _draw_config,
+    "branches": _draw_config,
     "canary": _canary,
 }
 
 FOCUS = {
     "chat": frozenset({"chat", "timeout", "abort running", "not finite", "bump"}),
     "siblings": frozenset({"n", "time limit", "abort", "disconnect"}),
+    "branches": frozenset({"branch", "abort running"}),
     "trouble": frozenset({"n", "after", "hold fence", "not finite", "bump", "retract"}),
 }
 """Traits and kinds that every script of a profile has: what is rare together meets more often there."""
@@ -122,6 +125,8 @@ def draw(seed: int, num_steps: int, profile: str = "mixed") -> Drawn:
             script.append(Timed(step, rng.random() < 0.2, arrival(swarm)))
         if "chat" in swarm.traits and rng.random() < 0.1:
             script.append(Timed(step, rng.random() < 0.4, rng.choice(sessions.BETWEEN_TURNS).draw(swarm)))
+        if "branch" in focus and rng.random() < 0.2:
+            script.append(Timed(step, rng.random() < 0.3, draw_branch(swarm)))
         if rng.random() < disturbances and swarm.num_keys:
             (name,) = rng.choices(list(swarm.weights), list(swarm.weights.values()))
             script.append(Timed(step, rng.random() < KINDS[name].in_flight, KINDS[name].draw(swarm)))

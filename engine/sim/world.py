@@ -188,6 +188,7 @@ class World:
         has_launched: the last launch had a step.
         known: what the tree may know; `published`: what it must know, as long as nothing is evicted.
         histories: tokens of each open session's finished turns; `closing`: sessions that close with their turn.
+        branches: request ids of the branching session, by the key of their arrival.
         timeouts: idle seconds after which sessions close, where they do; `last_used_s`: since when they are idle.
         marks: how often each rare thing happened; a test asserts that none stays at zero.
         step: number of the current step, from 0.
@@ -206,6 +207,7 @@ class World:
     changed: list[Request] = field(default_factory=list)
     histories: dict[int, list[int]] = field(default_factory=dict)
     closing: set[int] = field(default_factory=set)
+    branches: dict[int, str] = field(default_factory=dict)
     timeouts: dict[int, float] = field(default_factory=dict)
     last_used_s: dict[int, float] = field(default_factory=dict)
     fences: list[LateFence] = field(default_factory=list)

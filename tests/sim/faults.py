@@ -443,6 +443,14 @@ FAULTS = (
         "mixed",
     ),
     Fault(
+        "a branch forgets the answer",
+        "session.branching:BranchingSession.context",
+        "if not params.drop_previous_output:",
+        "if False:",
+        "tokens",
+        "branches",
+    ),
+    Fault(
         "a fork forgets the history",
         "session.controller:SessionController.fork",
         "child.log = log",

@@ -12,7 +12,7 @@ from engine.sim.run import Totals, run_seed
 BLOCK = 10
 """Seeds of one test."""
 
-BLOCKS = {"mixed": 2, "tiny": 2, "wide": 1, "chat": 1, "siblings": 1, "trouble": 1}
+BLOCKS = {"mixed": 2, "tiny": 2, "wide": 1, "chat": 1, "siblings": 1, "trouble": 1, "branches": 1}
 NUM_STEPS = 150
 
 MUST_HAPPEN = {
@@ -22,7 +22,7 @@ MUST_HAPPEN = {
     *("arrive", "refused", "hit", "hit owed", "fork", "retracted", "retract forced", "not finite"),
     *("allocation fails", "fence held", "flush", "bump"),
     *("turn", "turn refused", "turn resumes", "rewind", "session fork with a row", "close", "close in a turn"),
-    *("session timeout", "disconnect in flight"),
+    *("session timeout", "disconnect in flight", "branch", "branch continues", "branch refused"),
 }
 
 
