@@ -63,7 +63,6 @@ class PagePool:
         self.family = family
         self.num_pages = num_pages
         self._refs = np.zeros(num_pages + 1, dtype=np.int32)
-        self._place = np.zeros(num_pages + 1, dtype=np.int32)  # scratch of `release`
         # A stack whose top is the lowest id: pages just released are used again while they are warm.
         self._stack = np.arange(num_pages, 0, -1, dtype=np.int32)
         self.num_free = num_pages
@@ -75,7 +74,7 @@ class PagePool:
     @property
     def num_pending(self) -> int:
         """Pages that become free when the fences they wait for are lifted."""
-        return sum(len(batch.pages) for batch in self._pending)
+        return sum([len(batch.pages) for batch in self._pending])
 
     def alloc(self, n: int) -> IntArray:
         """Take `n` pages with one owner each, int32 [n].
@@ -107,9 +106,7 @@ class PagePool:
         if len(pages) == 0:
             return
         before = self._check_owned(pages, "release")
-        place = np.arange(len(pages), dtype=np.int32)
-        self._place[pages] = place
-        if not np.array_equal(self._place[pages], place):  # the later of two equal ids overwrote the earlier
+        if len(set(pages.tolist())) != len(pages):
             raise PageError(f"release names a page twice: {pages.tolist()[:16]}")
         after = before - 1
         self._refs[pages] = after
@@ -162,10 +159,11 @@ class PagePool:
             self.on_free(pages)
 
     def _check_owned(self, pages: IntArray, verb: str) -> IntArray:
-        if len(pages) and not 0 < int(pages.min()) <= int(pages.max()) <= self.num_pages:
-            raise PageError(f"{verb} of page {pages.tolist()[:16]}: ids are 1..{self.num_pages}")
+        ids = pages.tolist()
+        if ids and not 0 < min(ids) <= max(ids) <= self.num_pages:
+            raise PageError(f"{verb} of page {ids[:16]}: ids are 1..{self.num_pages}")
         owners: IntArray = self._refs[pages]
-        if len(pages) and int(owners.min()) < 1:
+        if (owners < 1).any():
             ownerless = pages[owners < 1].tolist()
             raise PageError(f"{verb} of pages {ownerless[:16]} of family {self.family!r}: they have no owner")
         return owners

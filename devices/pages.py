@@ -63,7 +63,7 @@ def ragged_positions(starts: IntArray, lengths: IntArray) -> IntArray:
 
     starts [5, 0], lengths [1, 3]  ->  [5, 0, 1, 2]
     """
-    if _one_each(lengths):
+    if _is_one_each(lengths):
         return starts
     ends = np.cumsum(lengths, dtype=np.int32)
     total = int(ends[-1]) if len(ends) else 0
@@ -76,13 +76,15 @@ def ragged_slots(tables: IntArray, starts: IntArray, lengths: IntArray, page_siz
 
     Returns int64 [sum(lengths)], in the order of `ragged_positions`.
     """
-    position = ragged_positions(starts, lengths)
     owner = np.arange(len(lengths))
-    if not _one_each(lengths):
-        owner = np.repeat(owner, lengths)
-    return tables[owner, position // page_size].astype(np.int64) * page_size + position % page_size
+    if _is_one_each(lengths):
+        position = starts
+    else:
+        position, owner = ragged_positions(starts, lengths), np.repeat(owner, lengths)
+    page, offset = np.divmod(position, page_size)
+    return tables[owner, page].astype(np.int64) * page_size + offset
 
 
-def _one_each(lengths: IntArray) -> bool:
+def _is_one_each(lengths: IntArray) -> bool:
     """Whether a ragged batch is not ragged: the common case of decode."""
     return bool((lengths == 1).all())

@@ -187,7 +187,10 @@ def sim(
     seed: Annotated[int, typer.Option(help="First seed.")] = 0,
     seeds: Annotated[int, typer.Option(help="How many seeds.")] = 1,
     steps: Annotated[int, typer.Option(help="Steps of a seed in which events happen; then everything must end.")] = 500,
-    profile: Annotated[str, typer.Option(help="Which worlds: mixed, tiny, wide, canary (must fail).")] = "mixed",
+    profile: Annotated[
+        str,
+        typer.Option(help="Which worlds: mixed, tiny, wide, chat, siblings, trouble, branches, canary (must fail)."),
+    ] = "mixed",
     minutes: Annotated[float, typer.Option(help="Run seeds for so long instead.")] = 0.0,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print a line for each step.")] = False,
 ) -> None:

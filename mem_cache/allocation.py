@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -89,8 +89,7 @@ class Plan:
     num_pages: int
 
 
-@dataclass(frozen=True, slots=True)
-class PageRange:
+class PageRange(NamedTuple):
     """Pages of a row's tokens `[start, end)`, whole pages of `family`."""
 
     family: str
@@ -154,17 +153,16 @@ def plan_release(record: ReqKvInfo, geometry: RowGeometry) -> tuple[PageRange, .
     window   |  tree's  |  free  | gone [dead_lo, cursor) |  free            |
     """
     lo, hi = record.cache_protected_len, record.kv_allocated_len
-    dead_lo = record.swa_dead_lo(geometry.page_size)
     ranges: list[PageRange] = []
     for family in geometry.families:
         if family.derived_from is not None:
             continue
-        if family.window is None or record.swa_evicted_seqlen <= dead_lo:
+        if family.window is None or record.swa_evicted_seqlen <= (dead_lo := record.swa_dead_lo(geometry.page_size)):
             ranges.append(PageRange(family.name, lo, hi))
         else:
             ranges.append(PageRange(family.name, lo, dead_lo))
             ranges.append(PageRange(family.name, record.swa_evicted_seqlen, hi))
-    return tuple(r for r in ranges if r.start < r.end)
+    return tuple([part for part in ranges if part.start < part.end])
 
 
 class KvAllocator:
@@ -183,6 +181,7 @@ class KvAllocator:
         self.geometry = rows.geometry
         self.idle: IdleRows = NoIdleRows()
         self._pool_names = tuple(families.pools)
+        self._pools = tuple(families.pools.values())
         for name in self._pool_names:
             if families.families[name].tokens_per_page != self.geometry.page_size:
                 raise ValueError(f"{families.families[name]}: its pages are not of the row's {self.geometry.page_size}")
@@ -191,17 +190,17 @@ class KvAllocator:
     @property
     def num_available(self) -> int:
         """Pages of the scarcest family that a plan could get now: free, or the tree's and unlocked."""
-        return min(pool.num_free for pool in self.families.pools.values()) + self.tree.num_evictable
+        return min([pool.num_free for pool in self._pools]) + self.tree.num_evictable
 
     @property
     def num_arriving(self) -> int:
         """Pages that become free without anybody's help: somebody still reads or writes them."""
-        return min(pool.num_pending for pool in self.families.pools.values())
+        return min([pool.num_pending for pool in self._pools])
 
     @property
     def num_pages(self) -> int:
         """Pages of the scarcest family, in any hands."""
-        return min(pool.num_pages for pool in self.families.pools.values())
+        return min([pool.num_pages for pool in self._pools])
 
     @property
     def num_reclaimable(self) -> int:
@@ -269,7 +268,7 @@ class KvAllocator:
                 self.idle.demote(holding)
                 if num_rows <= self.rows.num_free and num_pages <= self.num_available + self.num_arriving:
                     break
-        free = min(pool.num_free for pool in self.families.pools.values())
+        free = min([pool.num_free for pool in self._pools])
         if num_pages > free + self.num_arriving:
             self.tree.evict(num_pages - free - self.num_arriving)
 

@@ -41,30 +41,58 @@ class Violation:
 def audit(allocator: KvAllocator, holdings: Iterable[Holding]) -> list[Violation]:
     """Every violation; empty when the books are right. A holding that is named twice (lent) counts once."""
     held = list({id(holding): holding for holding in holdings}.values())
+    with_row = [holding for holding in held if holding.record.req_pool_idx is not None]
+    nodes = list(allocator.tree.nodes())
     found: list[Violation] = []
     for name, pool in allocator.families.pools.items():
-        found += _census(pool, _owners(allocator, name, held))
+        if not _counts_are_right(allocator, pool, nodes, with_row):
+            found += _census(pool, _owners(allocator, name, nodes, with_row))
     found += _ladders(held)
-    found += _rows(allocator, held)
-    found += _tree(allocator.tree, held)
+    found += _rows(allocator, with_row)
+    found += _tree(allocator.tree, nodes, held)
     return found
 
 
-def _owners(allocator: KvAllocator, family: str, held: list[Holding]) -> dict[int, list[str]]:
+def _counts_are_right(allocator: KvAllocator, pool: PagePool, nodes: list[Node], with_row: list[Holding]) -> bool:
+    """Whether the census has nothing to say, without a name for any page."""
+    family, rows = pool.family, allocator.rows
+    in_tree: list[int] = []
+    for node in nodes:
+        if family in node.held:
+            in_tree += node.held[family].tolist()
+    in_rows: list[int] = []
+    for holding in with_row:
+        for part in plan_release(holding.record, allocator.geometry):
+            if part.family == family:
+                in_rows += rows.pages(family, holding.record.row, part.start, part.end).tolist()
+    owned = set(in_tree)
+    if len(owned) < len(in_tree) or not owned.isdisjoint(in_rows):
+        return False
+    owned.update(in_rows)
+    each_once = [*pool.free_pages().tolist(), *pool.pending_pages().tolist(), *owned]
+    if sorted(each_once) != list(range(1, pool.num_pages + 1)):
+        return False
+    counts = [0] * (pool.num_pages + 1)
+    for page in in_tree:
+        counts[page] = 1
+    for page in in_rows:
+        counts[page] += 1
+    refs: list[int] = pool.refcounts().tolist()
+    return counts == refs
+
+
+def _owners(allocator: KvAllocator, family: str, nodes: list[Node], with_row: list[Holding]) -> dict[int, list[str]]:
     """Page id -> the owners that hold a count of it."""
     owners: dict[int, list[str]] = defaultdict(list)
-    for node in allocator.tree.nodes():
+    for node in nodes:
         for page in node.held[family].tolist() if family in node.held else ():
             owners[page].append(TREE)
-    for holding in held:
+    for holding in with_row:
         record = holding.record
-        if record.req_pool_idx is None:
-            continue
-        owner = str(record.owner)
         for part in plan_release(record, allocator.geometry):
             if part.family == family:
                 for page in allocator.rows.pages(family, record.row, part.start, part.end).tolist():
-                    owners[page].append(owner)
+                    owners[page].append(str(record.owner))
     return owners
 
 
@@ -100,82 +128,84 @@ def _ladders(held: list[Holding]) -> list[Violation]:
     found = []
     for holding in held:
         r = holding.record
-        lengths = [r.cache_protected_len, r.kv_committed_len, r.kv_scheduled_len, r.kv_allocated_len]
-        climbs = 0 <= lengths[0] <= lengths[1] <= lengths[2] <= lengths[3] <= r.geometry.row_width
-        page_size = r.geometry.page_size
-        if not climbs or not is_whole_pages(lengths[0], page_size) or not is_whole_pages(lengths[3], page_size):
+        if r.is_sound:
+            continue
+        protected, allocated, page_size = r.cache_protected_len, r.kv_allocated_len, r.geometry.page_size
+        climbs = 0 <= protected <= r.kv_committed_len <= r.kv_scheduled_len <= allocated <= r.geometry.row_width
+        if not climbs or not is_whole_pages(protected, page_size) or not is_whole_pages(allocated, page_size):
             found.append(Violation("ladder", str(r.owner), str(r)))
-        if r.req_pool_idx is None and any(lengths):
+        if r.req_pool_idx is None and (protected or allocated or r.kv_committed_len or r.kv_scheduled_len):
             found.append(Violation("length-without-row", str(r.owner), str(r)))
     return found
 
 
-def _rows(allocator: KvAllocator, held: list[Holding]) -> list[Violation]:
+def _rows(allocator: KvAllocator, with_row: list[Holding]) -> list[Violation]:
     """Each row handed out has one record, and its protected part names the tree's pages."""
     found = []
-    holders: dict[int, list[str]] = defaultdict(list)
-    for holding in held:
-        if holding.record.req_pool_idx is not None:
-            holders[holding.record.row].append(str(holding.record.owner))
-    for row, names in holders.items():
-        if len(names) > 1:
-            found.append(Violation("row-shared", ", ".join(names), f"row {row}"))
-        if row not in allocator.rows.used:
-            found.append(Violation("row-not-handed-out", names[0], f"row {row}"))
-    found += [Violation("row-leak", "nobody", f"row {row}") for row in allocator.rows.used - holders.keys()]
-    for holding in held:
+    used = allocator.rows.used
+    holders: dict[int, list[Holding]] = defaultdict(list)
+    for holding in with_row:
+        holders[holding.record.row].append(holding)
+    for row, sharers in holders.items():
+        if len(sharers) > 1:
+            found.append(Violation("row-shared", ", ".join(str(one.record.owner) for one in sharers), f"row {row}"))
+        if row not in used:
+            found.append(Violation("row-not-handed-out", str(sharers[0].record.owner), f"row {row}"))
+    found += [Violation("row-leak", "nobody", f"row {row}") for row in used - holders.keys()]
+    for holding in with_row:
         record = holding.record
-        if record.req_pool_idx is None or record.cache_protected_len == 0:
+        if record.cache_protected_len == 0:
             continue
         if holding.lock is None:
             found.append(Violation("unlocked", str(record.owner), str(record)))
             continue
         for component in allocator.tree.components:
-            locked = allocator.tree.pages(holding.lock, component.family).tolist()
-            named = allocator.rows.pages(component.family, record.row, 0, record.cache_protected_len).tolist()
-            if named != locked[: len(named)]:
+            locked = allocator.tree.pages(holding.lock, component.family)
+            named = allocator.rows.pages(component.family, record.row, 0, record.cache_protected_len)
+            if named.tobytes() != locked[: len(named)].tobytes():
                 text = f"{record} names {component.family!r} pages {named[:8]}.. where the tree has {locked[:8]}.."
                 found.append(Violation("not-the-trees-pages", str(record.owner), text))
     return found
 
 
-def _tree(tree: PrefixTree, held: list[Holding]) -> list[Violation]:
+def _tree(tree: PrefixTree, nodes: list[Node], held: list[Holding]) -> list[Violation]:
     """Edges, lock counts and the two totals, recomputed from the nodes and the receipts."""
     found = []
-    receipts = [holding.lock for holding in held if holding.lock is not None]
-    if len(receipts) != len(tree.receipts) or set(receipts) != tree.receipts:
-        text = f"{len(tree.receipts)} locks are out, {len(receipts)} have a holder"
+    receipts, holders = tree.receipts, [holding.lock for holding in held if holding.lock is not None]
+    if len(holders) != len(receipts) or set(holders) != receipts:
+        text = f"{len(receipts)} locks are out, {len(holders)} have a holder"
         found.append(Violation("lock-leak", TREE, text))
     locks: dict[int, int] = defaultdict(int)
-    for receipt in tree.receipts:
+    for receipt in receipts:
         node: Node | None = receipt.node
         while node is not None:
             locks[id(node)] += 1
             node = node.parent
     evictable = protected = 0
-    for node in tree.nodes():
-        if node.num_pages == 0 or len(node.raw) != node.num_pages * tree.page_bytes:
+    page_bytes = tree.page_bytes
+    for node in nodes:
+        num_pages, num_locks = node.num_pages, node.lock_count
+        if num_pages == 0 or len(node.raw) != num_pages * page_bytes:
             found.append(Violation("edge-length", TREE, f"{_named(node)} spells {len(node.raw)} bytes"))
-        if {len(ids) for ids in node.held.values()} - {node.num_pages}:
-            found.append(
-                Violation("edge-pages", TREE, f"{_named(node)} holds { {f: len(i) for f, i in node.held.items()} }")
-            )
+        for family, ids in node.held.items():
+            if len(ids) != num_pages:
+                found.append(Violation("edge-pages", TREE, f"{_named(node)} holds {len(ids)} of {family!r}"))
         if (
             node.parent is None
             or node.parent.children.get(node.edge) is not node
-            or not node.raw.startswith(node.edge[-tree.page_bytes :])
+            or not node.raw.startswith(node.edge[-page_bytes:])
         ):
             found.append(Violation("edge-name", TREE, f"{_named(node)} cannot be reached by its edge"))
-        if node.lock_count != locks[id(node)]:
+        if num_locks != locks.get(id(node), 0):
             found.append(
-                Violation("lock-count", TREE, f"{_named(node)} counts {node.lock_count}, receipts {locks[id(node)]}")
+                Violation("lock-count", TREE, f"{_named(node)} counts {num_locks}, receipts {locks[id(node)]}")
             )
-        if node.is_evictable_leaf and not node.queued:
+        if num_locks:
+            protected += num_pages
+            continue
+        evictable += num_pages
+        if not node.queued and node.is_evictable_leaf:
             found.append(Violation("not-queued", TREE, f"{_named(node)} can never be evicted"))
-        if node.lock_count:
-            protected += node.num_pages
-        else:
-            evictable += node.num_pages
     if (evictable, protected) != (tree.num_evictable, tree.num_protected):
         text = f"counts {tree.num_evictable} + {tree.num_protected}, nodes hold {evictable} + {protected}"
         found.append(Violation("tree-totals", TREE, text))

@@ -182,6 +182,14 @@ class ReqKvInfo:
     def borrower(self) -> Turn | None:
         return self._borrower
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether the ladder climbs, on whole pages where it must, and without a row holds nothing."""
+        climbs = 0 <= self._protected <= self._committed <= self._scheduled <= self._allocated
+        if self._row is None:
+            return climbs and self._allocated == 0
+        return climbs and self._is_page_border(self._protected) and self._is_page_border(self._allocated)
+
     def swa_dead_lo(self, page_size: int) -> int:
         """First token whose window page the cursor may let go: behind the tree's part and the floor, whole pages."""
         return max(self._protected, ceil_page(self._swa_evict_floor, page_size))

@@ -295,13 +295,15 @@ class SessionController:
 def _disagreements(session: Session) -> Iterator[str]:
     """What is wrong between a session's state, its record and its log."""
     state, record = session.state, session.slot.record
-    borrower = state.turn if state.activity is Phase.RUNNING else None
-    if record.borrower != borrower:
+    turn_now, activity = state.turn, state.activity
+    if record.borrower != (turn_now if activity is Phase.RUNNING else None):
         yield f"the session is {state} and {record.borrower} borrows {record}"
-    if (state.turn is None) is not (state.activity is Phase.IDLE):
-        yield f"the session is {state.activity.value} with turn {state.turn}"
-    if state.turn is None and record.kv_committed_len > len(session.log):
+    if (turn_now is None) is not (activity is Phase.IDLE):
+        yield f"the session is {activity.value} with turn {turn_now}"
+    if turn_now is None and record.kv_committed_len > len(session.log):
         yield f"{record} has more than the {len(session.log)} tokens of the history"
-    covered = [0, *(turn.end for turn in session.log.turns)]
-    if any(turn.start != start for turn, start in zip(session.log.turns, covered, strict=False)):
-        yield f"turns {session.log.turns} do not cover the history"
+    end = 0
+    for turn in session.log.turns:
+        if turn.start != end:
+            yield f"turns {session.log.turns} do not cover the history"
+        end = turn.end

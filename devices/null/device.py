@@ -7,8 +7,8 @@ becomes free. The registry does not know this device: it has no attention, nothi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,10 @@ POSITION_FACTOR = 0xC2B2AE3D27D4EB4F
 TOKEN_FACTOR = 0x165667B19E3779F9
 MIX_FACTOR = 0xBF58476D1CE4E5B9
 """Odd constants of well-known hashes (xxHash, SplitMix64); the oracle computes the same with Python's integers."""
+
+PAIR_FACTORS = np.array([POSITION_FACTOR, TOKEN_FACTOR], dtype=np.uint64)
+MIX, SHIFT_29, SHIFT_32 = np.uint64(MIX_FACTOR), np.uint64(29), np.uint64(32)
+ALL_64_BITS = 2**64 - 1
 
 
 def null_capabilities(page_size: int, *, resume_unit: ResumeUnit = "token", overlap: bool = False) -> Capabilities:
@@ -67,28 +71,27 @@ class NullKv:
         self.weights_version = 0
         self._by_page = self.pairs.reshape(num_pages + 1, page_size, 2)
         self._page_size = page_size
-        self._index = np.arange(1024, dtype=np.uint64)
+        self._index_terms = _index_terms(1024)
 
     def write(self, rows: Rows, token_ids: IntArray) -> None:
         """Put the new tokens of all rows into their slots. `token_ids`: int32 [sum(num_new)], row after row."""
         slots = ragged_slots(rows.tables, rows.starts, rows.num_new, self._page_size)
         self.pairs[slots, 0] = ragged_positions(rows.starts, rows.num_new)
-        self.pairs[slots, 1] = token_ids.astype(np.int64) + (self.weights_version << WEIGHTS_SHIFT)
+        self.pairs[slots, 1] = token_ids
+        if self.weights_version:
+            self.pairs[slots, 1] += self.weights_version << WEIGHTS_SHIFT
         self._by_page[PADDING_PAGE] = SPOILED  # what is written there is lost
 
     def read(self, rows: Rows) -> HashArray:
         """Hash of every slot of `[0, starts + num_new)` of each row, uint64 [batch]."""
         lengths = (rows.starts + rows.num_new).tolist()
-        parts = []
-        for table, length in zip(rows.tables, lengths, strict=True):
-            pages = table[: page_count(length, self._page_size)]
-            parts.append(self._by_page[pages].reshape(-1, 2)[:length])
-        while len(self._index) < max(lengths):
-            self._index = np.arange(2 * len(self._index), dtype=np.uint64)
-        pairs = np.concatenate(parts).view(np.uint64)
-        index = np.concatenate([self._index[:length] for length in lengths])
-        first = [0, *accumulate(lengths[:-1])]
-        hashes: HashArray = np.add.reduceat(_mixed(index, pairs[:, 0], pairs[:, 1]), first)
+        longest = max(lengths)
+        if len(self._index_terms) < longest:
+            self._index_terms = _index_terms(2 * longest)
+        pages = rows.tables[:, : page_count(longest, self._page_size)]
+        pairs = self._by_page[pages].reshape(len(lengths), -1, 2)[:, :longest]
+        mixed = _mixed(pairs.view(np.uint64) @ PAIR_FACTORS + self._index_terms[:longest])
+        hashes: HashArray = np.array([mixed[i, :length].sum() for i, length in enumerate(lengths)], dtype=np.uint64)
         return hashes
 
     def copy_page(self, source: int, target: int) -> None:
@@ -103,20 +106,26 @@ class NullKv:
         return self._by_page[pages].copy()
 
 
-def _mixed(index: HashArray, position: HashArray, token: HashArray) -> HashArray:
-    x = index * np.uint64(INDEX_FACTOR)
-    x += position * np.uint64(POSITION_FACTOR)
-    x += token * np.uint64(TOKEN_FACTOR)
-    x ^= x >> np.uint64(29)
-    x *= np.uint64(MIX_FACTOR)
-    x ^= x >> np.uint64(32)
+def _index_terms(num: int) -> HashArray:
+    """What the place of a pair in its row adds to the pair's hash, for the first `num` places."""
+    return np.arange(num, dtype=np.uint64) * np.uint64(INDEX_FACTOR)
+
+
+def _mixed(x: HashArray) -> HashArray:
+    x ^= x >> SHIFT_29
+    x *= MIX
+    x ^= x >> SHIFT_32
     return x
 
 
-def next_tokens(hashes: HashArray, salts: HashArray, vocab_size: int) -> IntArray:
-    """The token that follows each row, int32 [rows]; `salts`: what else decides the choice, 0 for greedy."""
-    x = hashes + salts * np.uint64(INDEX_FACTOR)
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(MIX_FACTOR)
-    x ^= x >> np.uint64(31)
-    return (x % np.uint64(vocab_size)).astype(np.int32)
+def next_tokens(hashes: HashArray, salts: Iterable[int], vocab_size: int) -> IntArray:
+    """The token that follows each row, int32 [rows]; `salts`: what else decides the choice, 0 for greedy.
+
+    Python's integers: rows are few, and an array operation costs as much as ten of theirs.
+    """
+    tokens = []
+    for text_hash, salt in zip(hashes.tolist(), salts, strict=True):
+        x = text_hash + salt * INDEX_FACTOR & ALL_64_BITS
+        x = (x ^ x >> 30) * MIX_FACTOR & ALL_64_BITS
+        tokens.append((x ^ x >> 31) % vocab_size)
+    return np.array(tokens, dtype=np.int32)

@@ -15,7 +15,7 @@ from engine.request import Request, RequestStatus
 from engine.scheduler.queue import PATIENCE
 from engine.sim.failures import BrokenPromise, Leak, NoProgress, Unfair, WrongToken
 from engine.sim.oracle import Cursor
-from engine.sim.world import Ticket, World
+from engine.sim.world import Ticket, World, name_of
 
 Moment = Literal["start", "launched", "collected", "idle"]
 
@@ -115,12 +115,13 @@ class Reports:
     moments: tuple[Moment, ...] = ("launched", "collected")
 
     def look(self, world: World, moment: Moment) -> None:
-        live = {id(ticket.request) for ticket in world.tickets}
         named: set[int] = set()
-        for request in world.changed:
-            if id(request) not in live or id(request) in named:
-                raise BrokenPromise("reports", f"{request.id} was named again after its end")
-            named.add(id(request))
+        if world.changed:
+            live = {id(ticket.request) for ticket in world.tickets}
+            for request in world.changed:
+                if id(request) not in live or id(request) in named:
+                    raise BrokenPromise("reports", f"{request.id} was named again after its end")
+                named.add(id(request))
         for ticket in world.tickets:
             if ticket.request.finish is not None and id(ticket.request) not in named and not ticket.is_abort_asked:
                 raise BrokenPromise("reports", f"{ticket.request.id} ended and nobody was told")
@@ -133,16 +134,27 @@ class Deadlines:
 
     def look(self, world: World, moment: Moment) -> None:
         for ticket in world.tickets:
-            if ticket.request.deadline_s <= world.clock.now_s and ticket.request.finish is None:
+            request = ticket.request
+            if request.params.time_limit_s is None or request.finish is not None:
+                continue
+            if request.deadline_s <= world.clock.now_s:
                 raise BrokenPromise("deadlines", f"{ticket.request.id} is late and goes on")
 
 
+@dataclass(slots=True)
 class Hits:
-    """What a request takes from the cache was computed before, in its own namespace and since the last flush."""
+    """What a request takes from the cache was computed before, in its own namespace and since the last flush.
+
+    And it takes all that there is: what a request left behind when it ended by itself, if nothing was evicted since.
+    """
 
     moments: tuple[Moment, ...] = ("launched", "collected")
+    num_evicted: int = 0
 
     def look(self, world: World, moment: Moment) -> None:
+        if world.families.tree.num_evicted != self.num_evicted:
+            self.num_evicted = world.families.tree.num_evicted
+            world.published.clear()
         for ticket in world.tickets:
             request = ticket.request
             if request.cached_tokens is not None and ticket.cursor is None:
@@ -152,6 +164,14 @@ class Hits:
             if request.finish is not None or request.num_retractions != ticket.num_retractions:
                 ticket.num_retractions = request.num_retractions
                 world.known.add(ticket.namespace, ticket.tokens, ticket.cursor or Cursor())
+                self._remember(world, ticket)
+
+    def _remember(self, world: World, ticket: Ticket) -> None:
+        """A row that nobody shares leaves all its whole pages to the tree; the last token has no KV."""
+        finish = ticket.request.finish
+        is_alone = ticket.session is None and ticket.request.params.n == 1
+        if world.config.caching and is_alone and finish is not None and finish.reason in ("stop", "length"):
+            world.published.add(ticket.namespace, ticket.tokens[:-1], Cursor())
 
     def _check(self, world: World, ticket: Ticket, hit: int) -> None:
         length, page_size = len(ticket.prompt), world.config.page_size
@@ -165,6 +185,11 @@ class Hits:
             raise BrokenPromise("hits", f"{ticket.request.id} took {hit} of {length} tokens, pages of {page_size}")
         if not world.known.has(ticket.namespace, ticket.prompt[:hit]):
             raise BrokenPromise("hits", f"{ticket.request.id} took {hit} tokens that nobody like it has computed")
+        if not ticket.index and ticket.session is None:
+            owed = world.published.longest(ticket.namespace, ticket.prompt[:-1])
+            if hit < owed:
+                raise BrokenPromise("hits", f"{ticket.request.id} took {hit} tokens where {owed} are cached")
+            world.marks["hit owed"] += owed > 0
         world.marks["hit"] += hit > 0
 
 
@@ -271,8 +296,42 @@ class Fences:
                 raise BrokenPromise("fences", f"pages changed under a reader, {late.lift_at - world.step} steps early")
 
 
+class Evictions:
+    """The tree lets go what an allocation lacks, and no page more."""
+
+    moments: tuple[Moment, ...] = ("launched", "collected")
+
+    def look(self, world: World, moment: Moment) -> None:
+        if world.families.num_excess:
+            raise BrokenPromise("evictions", f"{world.families.num_excess} pages were evicted that nobody needed")
+
+
+class Timeouts:
+    """A session closes when it was idle for longer than its timeout, and not before."""
+
+    moments: tuple[Moment, ...] = ("launched",)
+
+    def look(self, world: World, moment: Moment) -> None:
+        busy = {ticket.session for ticket in world.tickets}
+        for session, timeout_s in list(world.timeouts.items()):
+            if session not in world.histories:
+                del world.timeouts[session]
+                continue
+            if session in world.closing:
+                continue
+            is_due = session not in busy and world.last_used_s[session] + timeout_s < world.clock.now_s
+            if is_due is any(one.id == name_of(session) for one in world.core.sessions.sessions()):
+                raise BrokenPromise("timeouts", f"session {session} is due: {is_due}, and not closed accordingly")
+            if is_due:
+                del world.histories[session], world.timeouts[session]
+                world.marks["session timeout"] += 1
+
+
 class Width:
-    """No row reserves more than a page behind what it needs: a reserve that nobody wanted is lost for others."""
+    """No row reserves more than a page behind what it needs: a reserve that nobody wanted is lost for others.
+
+    A session's row that no turn computes on ends with the page of its last readable token.
+    """
 
     moments: tuple[Moment, ...] = ("launched",)
 
@@ -280,8 +339,14 @@ class Width:
         for request in world.core.scheduler.running:
             if request.kv.kv_allocated_len > ceil_page(request.num_known, world.config.page_size):
                 raise Leak("width", f"{request.id} knows {request.num_known} tokens: {request.kv}")
+        for session in world.core.sessions.sessions():
+            record = session.slot.record
+            wanted = ceil_page(record.kv_committed_len, world.config.page_size)
+            if session.slot.is_idle and record.kv_allocated_len != wanted:
+                raise Leak("width", f"no turn computes on {record}")
 
 
 def checkers() -> list[Checker]:
     """New checkers for one run, in the order of their looks."""
-    return [Audit(), Tokens(), Reports(), Deadlines(), Hits(), Progress(), Fairness(), Fences(), Width(), Idle()]
+    half_steps = (Audit(), Tokens(), Reports(), Deadlines(), Timeouts(), Hits(), Progress(), Fairness(), Fences())
+    return [*half_steps, Evictions(), Width(), Idle()]

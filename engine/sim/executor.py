@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from devices.base import Capabilities
-from devices.null.device import SPOILED, HashArray, NullKv, Rows, next_tokens
+from devices.null.device import SPOILED, NullKv, Rows, next_tokens
 from devices.pages import IntArray, align_resume, page_count
 from engine.step import SamplingColumns, StepInput, StepOutput
 from mem_cache.kv_info import RowGeometry
@@ -17,6 +17,9 @@ from mem_cache.rows import table_width
 
 SEED_FACTOR = 0x2545F4914F6CDD1D
 """Spreads a seed, so that seed and position of a sampled token give one salt."""
+
+
+NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
 
 
 class NullRunner:
@@ -59,26 +62,31 @@ class NullRunner:
             self._tables[change.row, change.start : change.start + len(change.pages)] = change.pages
         for copy in step.page_copies:
             self.kv.copy_page(copy.source, copy.target)
-        self._spoil({copy.target for copy in step.page_copies})
-        num_pages = page_count(int((step.starts + step.num_new).max()), self._page_size)
-        tables = self._tables[step.rows, :num_pages]
+        if self._freed:
+            self._spoil({copy.target for copy in step.page_copies})
+        longest = max((step.starts + step.num_new).tolist())
+        tables = self._tables[step.rows, : page_count(longest, self._page_size)]
         if self._is_canary and step.step_id % 50 == 0:
             tables[:, 0] = 0
         token_ids = step.token_ids
-        is_finite = np.ones(len(step.rows), dtype=np.bool_)
-        if self.nan_row is not None:
-            is_finite = step.rows != self.nan_row
+        is_wrong = self.nan_row is not None
+        is_finite = step.rows != (self.nan_row if is_wrong else -1)
+        if is_wrong:
             token_ids = np.where(np.repeat(is_finite, step.num_new), token_ids, SPOILED).astype(np.int32)
             self.nan_row = None
+        rows = Rows(tables, step.starts, step.num_new)
         if self._capabilities.resume_unit == "page":
             self._check_starts(step)
-        self.kv.write(Rows(tables, step.starts, step.num_new), token_ids)
-        which = step.is_sampled
-        tokens = np.empty(0, dtype=np.int32)
-        if len(step.sampling.seed):
-            hashes = self.kv.read(Rows(tables[which], step.starts[which], step.num_new[which]))
-            tokens = next_tokens(hashes, _salts(step.sampling), self._vocab_size)[is_finite[which]]
-        return StepOutput(step.step_id, (which & is_finite).astype(np.int32), tokens, is_finite)
+        self.kv.write(rows, token_ids)
+        which, num_sampled = step.is_sampled, len(step.sampling.seed)
+        tokens = NO_TOKENS
+        if num_sampled:
+            if num_sampled < len(which):
+                rows = Rows(tables[which], step.starts[which], step.num_new[which])
+            tokens = next_tokens(self.kv.read(rows), _salts(step.sampling), self._vocab_size)
+            if is_wrong:
+                tokens, which = tokens[is_finite[which]], which & is_finite
+        return StepOutput(step.step_id, which.astype(np.int32), tokens, is_finite)
 
     def _check_starts(self, step: StepInput) -> None:
         """A device that resumes at page borders computes several tokens of a row from such a border on only."""
@@ -93,7 +101,7 @@ class NullRunner:
         self._freed.clear()
 
 
-def _salts(sampling: SamplingColumns) -> HashArray:
+def _salts(sampling: SamplingColumns) -> list[int]:
     """Seed and position of sampled rows as one number; greedy rows have 0, whatever their seed."""
-    salt = sampling.seed * np.uint64(SEED_FACTOR) + sampling.position.astype(np.uint64)
-    return np.where(sampling.temperature > 0, salt, np.uint64(0)).astype(np.uint64)
+    columns = zip(sampling.temperature.tolist(), sampling.seed.tolist(), sampling.position.tolist(), strict=True)
+    return [seed * SEED_FACTOR + position if temperature > 0 else 0 for temperature, seed, position in columns]

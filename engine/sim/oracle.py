@@ -87,5 +87,16 @@ class KnownPrefixes:
     def has(self, key: object, prefix: Sequence[int]) -> bool:
         return not len(prefix) or extended_hash(0, 0, prefix, 0) in self._known.get(key, ())
 
+    def longest(self, key: object, tokens: Sequence[int]) -> int:
+        """Tokens of the longest known prefix."""
+        known, text_hash, length = self._known.get(key, ()), 0, 0
+        while known and length + self.page_size <= len(tokens):
+            page = tokens[length : length + self.page_size]
+            text_hash = extended_hash(text_hash, length, page, 0)
+            if text_hash not in known:
+                break
+            length += self.page_size
+        return length
+
     def clear(self) -> None:
         self._known.clear()

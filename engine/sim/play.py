@@ -86,6 +86,7 @@ class Player:
             world.histories.pop(session, None)
         elif finish is not None and finish.reason in ("stop", "length"):
             world.histories[session] = ticket.tokens
+        world.last_used_s[session] = world.clock.now_s
 
     def _lift(self, *, everything: bool = False) -> None:
         world = self.world

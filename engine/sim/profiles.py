@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from random import Random
 
 from engine.sim.events import KINDS, Swarm, Timed, sessions
+from engine.sim.events.branching import draw_branch
 from engine.sim.events.requests import draw_arrival
 from engine.sim.events.sessions import draw_turn
 from engine.sim.world import WorldConfig
 
-TRAITS = ("n", "sampled", "stop", "priority", "salt", "time limit", "after", "long", "chat")
+TRAITS = ("n", "sampled", "stop", "priority", "salt", "time limit", "after", "long", "chat", "timeout")
 """Sides of an arrival that a script has or has not; with "chat" most arrivals are turns of sessions."""
 
 
@@ -90,19 +91,33 @@ PROFILES: dict[str, Callable[[Random], WorldConfig]] = {
     "mixed": _draw_config,
     "tiny": _tiny,
     "wide": _wide,
+    "chat": _draw_config,
+    "siblings": _tiny,
+    "trouble": _draw_config,
+    "branches": _draw_config,
     "canary": _canary,
 }
+
+FOCUS = {
+    "chat": frozenset({"chat", "timeout", "abort running", "not finite", "bump"}),
+    "siblings": frozenset({"n", "time limit", "abort", "disconnect"}),
+    "branches": frozenset({"branch", "abort running"}),
+    "trouble": frozenset({"n", "after", "hold fence", "not finite", "bump", "retract"}),
+}
+"""Traits and kinds that every script of a profile has: what is rare together meets more often there."""
 
 
 def draw(seed: int, num_steps: int, profile: str = "mixed") -> Drawn:
     """The script of a seed; the same one whenever and wherever it is drawn."""
     rng = Random(f"rung {profile} {seed}")
-    swarm = Swarm(rng, PROFILES[profile](rng), traits=frozenset(trait for trait in TRAITS if rng.random() < 0.5))
+    focus = FOCUS.get(profile, frozenset())
+    traits = frozenset(trait for trait in TRAITS if rng.random() < 0.5 or trait in focus)
+    swarm = Swarm(rng, PROFILES[profile](rng), traits=traits)
     for name, kind in KINDS.items():
         if kind.is_disturbance:
-            swarm.weights[name] = rng.expovariate(1) if rng.random() < 0.5 else 0.0
+            swarm.weights[name] = rng.expovariate(1) if rng.random() < 0.5 or name in focus else 0.0
     arrivals = rng.uniform(0.05, 0.5)
-    disturbances = rng.choice((0.02, 0.1, 0.3)) if any(swarm.weights.values()) else 0.0
+    disturbances = rng.choice((0.1, 0.3) if focus else (0.02, 0.1, 0.3)) if any(swarm.weights.values()) else 0.0
     script = []
     for step in range(num_steps):
         while rng.random() < arrivals:
@@ -110,7 +125,9 @@ def draw(seed: int, num_steps: int, profile: str = "mixed") -> Drawn:
             script.append(Timed(step, rng.random() < 0.2, arrival(swarm)))
         if "chat" in swarm.traits and rng.random() < 0.1:
             script.append(Timed(step, rng.random() < 0.4, rng.choice(sessions.BETWEEN_TURNS).draw(swarm)))
+        if "branch" in focus and rng.random() < 0.2:
+            script.append(Timed(step, rng.random() < 0.3, draw_branch(swarm)))
         if rng.random() < disturbances and swarm.num_keys:
             (name,) = rng.choices(list(swarm.weights), list(swarm.weights.values()))
-            script.append(Timed(step, rng.random() < 0.4, KINDS[name].draw(swarm)))
+            script.append(Timed(step, rng.random() < KINDS[name].in_flight, KINDS[name].draw(swarm)))
     return Drawn(swarm.config, tuple(script), num_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -66,6 +67,7 @@ def simulate(
         The exit code: 0, or that of the first failure.
     """
     totals, started = Totals(), clock()
+    gc.freeze()  # a world is small; what was imported need not be looked at again and again
     for one in _seeds(seed, num_seeds, minutes, started, clock):
         drawn = draw(one, num_steps, profile)
         if is_verbose:

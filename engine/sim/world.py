@@ -34,6 +34,10 @@ STEP_S = 0.001
 """Virtual seconds that a step takes."""
 
 
+def name_of(session: int) -> str:
+    return f"session-{session}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldConfig:
     """One engine. The arguments are those of `engine.config`, as far as a simulation has them.
@@ -107,23 +111,49 @@ class Ticket:
         return self.prompt + self.request.output_ids
 
 
+class WatchedTree(PrefixTree):
+    """Counts what it lets go.
+
+    Attributes:
+        num_evicted: pages since the start; `num_evicted_for_one`: since the last allocation.
+    """
+
+    num_evicted: int = 0
+    num_evicted_for_one: int = 0
+
+    def evict(self, num_pages: int) -> int:
+        before = self.num_evictable
+        gone = super().evict(num_pages)
+        self.num_evicted += before - self.num_evictable
+        self.num_evicted_for_one += before - self.num_evictable
+        return gone
+
+
 class RationedFamilies(PageFamilies):
     """Pools whose n-th allocation from now fails although there are pages.
 
     Attributes:
         fails_in: successful allocations until then; None: none fails.
         has_failed: one failed in this step.
+        tree: who makes room before an allocation.
+        num_excess: pages that it let go and no allocation needed.
     """
 
     fails_in: int | None = None
     has_failed: bool = False
+    tree: WatchedTree
+    num_excess: int = 0
 
     def alloc(self, demand: Mapping[str, int]) -> dict[str, IntArray]:
+        num_evicted, self.tree.num_evicted_for_one = self.tree.num_evicted_for_one, 0
         if self.fails_in is not None:
             self.fails_in -= 1
             if self.fails_in < 0:
                 self.fails_in, self.has_failed = None, True
                 raise OutOfPages(demand["full"], self.pools["full"].num_free)
+        pool = self.pools["full"]
+        if num_evicted:
+            self.num_excess += max(0, pool.num_free + pool.num_pending - demand["full"])
         return super().alloc(demand)
 
 
@@ -156,8 +186,10 @@ class World:
         texts: prompt and answer of finished arrivals by key, for prompts that continue them.
         changed: requests that the last half step named: they have a new token or ended.
         has_launched: the last launch had a step.
-        known: what the tree may know.
+        known: what the tree may know; `published`: what it must know, as long as nothing is evicted.
         histories: tokens of each open session's finished turns; `closing`: sessions that close with their turn.
+        branches: request ids of the branching session, by the key of their arrival.
+        timeouts: idle seconds after which sessions close, where they do; `last_used_s`: since when they are idle.
         marks: how often each rare thing happened; a test asserts that none stays at zero.
         step: number of the current step, from 0.
         num_launched, num_tokens, num_ended: launched steps, output tokens and ends so far.
@@ -169,11 +201,15 @@ class World:
     runner: NullRunner
     core: EngineCore
     known: KnownPrefixes
+    published: KnownPrefixes
     tickets: list[Ticket] = field(default_factory=list)
     texts: dict[int, list[int]] = field(default_factory=dict)
     changed: list[Request] = field(default_factory=list)
     histories: dict[int, list[int]] = field(default_factory=dict)
     closing: set[int] = field(default_factory=set)
+    branches: dict[int, str] = field(default_factory=dict)
+    timeouts: dict[int, float] = field(default_factory=dict)
+    last_used_s: dict[int, float] = field(default_factory=dict)
     fences: list[LateFence] = field(default_factory=list)
     marks: Counter[str] = field(default_factory=Counter)
     weights_version: int = 0
@@ -237,7 +273,7 @@ def build(config: WorldConfig) -> World:
     width = row_width(config.context_len, 0, page_size)
     geometry = RowGeometry(page_size, width, (family,))
     rows = RowPool(config.num_rows, geometry)
-    tree = PrefixTree((FullPages(families.pools["full"]),), page_size, config.eviction)
+    tree = families.tree = WatchedTree((FullPages(families.pools["full"]),), page_size, config.eviction)
     clock = Clock()
     capabilities = null_capabilities(page_size, resume_unit=config.resume_unit)
     scheduler = Scheduler(
@@ -262,4 +298,4 @@ def build(config: WorldConfig) -> World:
         random_seed=0,
         log_interval=1 << 60,
     )
-    return World(config, clock, families, runner, core, KnownPrefixes(page_size))
+    return World(config, clock, families, runner, core, KnownPrefixes(page_size), KnownPrefixes(page_size))

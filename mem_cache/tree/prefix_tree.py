@@ -115,12 +115,14 @@ class PrefixTree:
         return path, depth
 
     def pages(self, lock: LockReceipt, family: str = "full") -> IntArray:
-        """Ids of the locked prefix's pages, int32 [num_pages]."""
+        """Ids of the locked prefix's pages, int32 [num_pages]; read only."""
         parts: list[IntArray] = []
         node = lock.node
         while node.parent is not None:
             parts.append(node.held[family])
             node = node.parent
+        if len(parts) == 1:
+            return parts[0]
         return np.concatenate(parts[::-1]) if parts else np.empty(0, dtype=np.int32)
 
     def insert(self, key: PrefixKey, held: Mapping[str, IntArray], priority: int = 0) -> Inserted:

@@ -68,7 +68,7 @@ FAULTS = (
     # Who owns a page.
     Fault("a fork does not retain", f"{ALLOCATOR}.fork", ".retain(ids[in_tree:whole])", ".retain(ids[:0])", "audit"),
     Fault("a fork retains the tree's pages too", f"{ALLOCATOR}.fork", "ids[in_tree:whole]", "ids[:whole]", "audit"),
-    Fault("a fork shares the partial page", f"{ALLOCATOR}.fork", "self._copies.append(", "bool(", "tokens", "mixed"),
+    Fault("a fork shares the partial page", f"{ALLOCATOR}.fork", "self._copies.append(", "bool(", "tokens", "siblings"),
     Fault(
         "a fork keeps more than it reads", f"{ALLOCATOR}.fork", "(lock, in_tree)", "(lock, lock.num_pages)", "tokens"
     ),
@@ -80,6 +80,7 @@ FAULTS = (
         ".release(own[name][first:known])",
         ".release(own[name][first:known + 1])",
         "audit",
+        "siblings",
     ),
     Fault("publish keeps the old lock", f"{ALLOCATOR}.publish", "self.tree.unlock(lock)", "", "audit"),
     Fault("publish protects too little", f"{ALLOCATOR}.publish", "protect(end)", "protect(end - page_size)", "audit"),
@@ -109,6 +110,53 @@ FAULTS = (
         "progress",
     ),
     Fault(
+        "eviction takes a page too many",
+        f"{ALLOCATOR}._make_room",
+        "(num_pages - free - self.num_arriving)",
+        "(num_pages - free - self.num_arriving + 1)",
+        "evictions",
+    ),
+    Fault(
+        "a whole leaf is evicted",
+        f"{TREE}.evict",
+        "min(num_pages - gone, leaf.num_pages)",
+        "leaf.num_pages",
+        "evictions",
+    ),
+    Fault("nothing matches", f"{ALLOCATOR}.match", "if not self.caching:", "if True:", "hits", "mixed"),
+    Fault("nothing is published", f"{ALLOCATOR}.publish", "if not self.caching:", "if True:", "hits", "mixed"),
+    Fault(
+        "an ended request publishes nothing",
+        f"{SCHEDULER}._let_go",
+        "if publish and",
+        "if False and",
+        "hits",
+        "chat",
+    ),
+    Fault(
+        "a turn keeps reserved pages",
+        "session.slot:SessionSlot.rewind",
+        "self._allocator.trim(self.record)",
+        "pass",
+        "width",
+        "chat",
+    ),
+    Fault(
+        "a session is never late",
+        "session.controller:SessionController.expire",
+        "if session.expires_s(now) < now]",
+        "if False]",
+        "timeouts",
+        "mixed",
+    ),
+    Fault(
+        "a retracted request that is aborted stays in the queue",
+        f"{QUEUE}.remove",
+        "self._retracted.remove(request)",
+        "pass",
+        "audit",
+    ),
+    Fault(
         "a new page is written one entry late",
         f"{ALLOCATOR}._grow",
         "page_count(start, self.geometry.page_size)",
@@ -131,8 +179,8 @@ FAULTS = (
         "tokens",
     ),
     # Pages and fences.
-    Fault("a released page is not fenced", f"{POOL}.release", "if self._fences:", "if False:", "fences", "mixed"),
-    Fault("a page waits for one fence only", f"{POOL}.lift", "if batch.waits_for:", "if False:", "fences", "mixed"),
+    Fault("a released page is not fenced", f"{POOL}.release", "if self._fences:", "if False:", "fences", "trouble"),
+    Fault("a page waits for one fence only", f"{POOL}.lift", "if batch.waits_for:", "if False:", "fences", "trouble"),
     Fault("pending pages never come back", f"{POOL}.lift", "if batch.waits_for:", "if True:", "progress"),
     Fault(
         "retain counts the first page only",
@@ -140,7 +188,7 @@ FAULTS = (
         "np.add.at(self._refs, pages, 1)",
         "np.add.at(self._refs, pages[:1], 1)",
         "audit",
-        "mixed",
+        "trouble",
     ),
     Fault("release frees shared pages", f"{POOL}.release", "pages[after == 0]", "pages", "audit"),
     # The tree.
@@ -181,7 +229,7 @@ FAULTS = (
         "return tokens * TOKEN_BYTES // self.page_bytes",
         "return -(-tokens * TOKEN_BYTES // self.page_bytes)",
         "hits",
-        "mixed",
+        "siblings",
     ),
     Fault(
         "KV of old weights is found",
@@ -189,7 +237,7 @@ FAULTS = (
         '("weights", str(self.weights_version))',
         '("weights", "0")',
         "hits",
-        "mixed",
+        "trouble",
     ),
     Fault(
         "salts share prefixes",
@@ -198,7 +246,7 @@ FAULTS = (
         '("salt", None)',
         "hits",
     ),
-    Fault("a flush flushes nothing", f"{TREE}.flush", "self.evict(self.num_evictable)", "pass", "flush"),
+    Fault("a flush flushes nothing", f"{TREE}.flush", "self.evict(self.num_evictable)", "pass", "flush", "siblings"),
     # One step.
     Fault(
         "the fence of a step stays up",
@@ -220,7 +268,7 @@ FAULTS = (
         "publish=False",
         "publish=True",
         "tokens",
-        "mixed",
+        "trouble",
     ),
     Fault(
         "a token is shown after an abort",
@@ -279,6 +327,7 @@ FAULTS = (
         "for ended in self._end(sibling, finish)",
         "for ended in ()",
         "idle",
+        "siblings",
     ),
     Fault(
         "a waiting request is never late",
@@ -317,6 +366,7 @@ FAULTS = (
         "request.status is RequestStatus.FORKING",
         "False",
         "abort",
+        "siblings",
     ),
     Fault(
         "a prompt as long as the pool is refused",
@@ -343,16 +393,14 @@ FAULTS = (
         "tokens",
     ),
     # Sessions.
-    Fault(
-        "a page of two rows is published", f"{ALLOCATOR}._publishable_len", "shared.any()", "False", "audit", "mixed"
-    ),
+    Fault("a page of two rows is published", f"{ALLOCATOR}._publishable_len", "shared.any()", "False", "audit", "chat"),
     Fault(
         "a row of old weights serves a turn",
         "session.slot:SessionSlot.lend",
         "length == 0 or namespace != self._namespace",
         "length == 0",
         "tokens",
-        "mixed",
+        "chat",
     ),
     Fault(
         "an aborted turn stays in the row",
@@ -360,7 +408,7 @@ FAULTS = (
         "self.slot.rewind(len(self.log), self.log.readable(known))",
         "pass",
         "audit",
-        "mixed",
+        "chat",
     ),
     Fault(
         "a turn that went wrong stays in the row",
@@ -368,7 +416,7 @@ FAULTS = (
         "if trust_kv:",
         "if True:",
         "tokens",
-        "mixed",
+        "chat",
     ),
     Fault(
         "an ended turn keeps the loan",
@@ -384,7 +432,7 @@ FAULTS = (
         "self.slot.rewind(length, written)",
         "pass",
         "audit",
-        "mixed",
+        "chat",
     ),
     Fault(
         "a closed session keeps its row",
@@ -393,6 +441,14 @@ FAULTS = (
         "if False:",
         "audit",
         "mixed",
+    ),
+    Fault(
+        "a branch forgets the answer",
+        "session.branching:BranchingSession.context",
+        "if not params.drop_previous_output:",
+        "if False:",
+        "tokens",
+        "branches",
     ),
     Fault(
         "a fork forgets the history",

@@ -39,7 +39,7 @@ def test_oracle_and_device_agree_on_a_row_that_is_right(length: int, seed: int |
     hashes = kv.read(rows)
     assert int(hashes[0]) == extended_hash(0, 0, tokens, 0)
     salt = 0 if seed is None else (seed * 0x2545F4914F6CDD1D + length) % 2**64
-    got = next_tokens(hashes, np.array([salt], np.uint64), 4096)
+    got = next_tokens(hashes, [salt], 4096)
     assert int(got[0]) == next_token(int(hashes[0]), length, seed, 4096)
 
 

@@ -27,6 +27,7 @@ class Flush:
         if was_busy or after["tree_evictable_pages"] or after["tree_protected_pages"]:
             raise BrokenPromise("flush", f"flushed when busy is {was_busy}, and holds {after}")
         world.known.clear()
+        world.families.tree.num_evicted_for_one = 0
         world.marks["flush"] += 1
         return "flush"
 

@@ -39,6 +39,7 @@ class Swarm:
         num_keys: arrivals so far; their keys are `0 .. num_keys - 1`.
         weights: of each kind of event, 0 for those that do not exist in this script.
         last_prompt: of the latest arrival: people ask again.
+        branch_keys: arrivals of the branching session.
         traits: which sides of an arrival exist in this script ("stop", "n", "sampled", ...).
     """
 
@@ -48,6 +49,7 @@ class Swarm:
     traits: frozenset[str] = frozenset()
     num_keys: int = 0
     last_prompt: object = None
+    branch_keys: list[int] = field(default_factory=list)
 
     def recent_key(self) -> int:
         """An arrival, late ones more often: most of the early ones are finished."""
@@ -60,9 +62,11 @@ class Kind:
 
     Attributes:
         draw: makes one; None when the world it is drawn for cannot have it.
+        in_flight: share of the events that happen while a step is in flight.
         is_disturbance: drawn beside the arrivals, in swarms that have it; arrivals are in every swarm.
     """
 
     name: str
     draw: Callable[[Swarm], Event]
     is_disturbance: bool = True
+    in_flight: float = 0.4

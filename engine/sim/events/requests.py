@@ -191,6 +191,36 @@ class AbortRunning:
 
 
 @dataclass(frozen=True, slots=True)
+class AbortRetracted:
+    """The same for one that was sent back to the queue. `place`: among those."""
+
+    place: int
+
+    def apply(self, world: World) -> str:
+        sent_back = [t for t in world.tickets if t.request.finish is None and world.state_of(t) == "retracted"]
+        if not sent_back:
+            return "abort?"
+        ticket = sent_back[self.place % len(sent_back)]
+        return Abort(ticket.key, ticket.index).apply(world)
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """The client of a running request is gone: every answer that it waits for is aborted. `place`: as above."""
+
+    place: int
+
+    def apply(self, world: World) -> str:
+        ticket = world.running(self.place)
+        if ticket is None:
+            return "gone?"
+        for index in sorted(t.index for t in world.tickets if t.key == ticket.key):
+            Abort(ticket.key, index).apply(world)
+        world.marks["disconnect in flight"] += world.core.in_flight
+        return f"gone#{ticket.key}"
+
+
+@dataclass(frozen=True, slots=True)
 class Retract:
     """A running request goes back to the queue, as it does when pages lack. `place`: among the running ones."""
 
@@ -235,6 +265,8 @@ KINDS = (
     Kind("arrive", draw_arrival, is_disturbance=False),
     Kind("abort", draw_abort),
     Kind("abort running", lambda swarm: AbortRunning(swarm.rng.randrange(8))),
+    Kind("abort retracted", lambda swarm: AbortRetracted(swarm.rng.randrange(8))),
+    Kind("disconnect", lambda swarm: Disconnect(swarm.rng.randrange(8))),
     Kind("retract", lambda swarm: Retract(swarm.rng.randrange(8))),
-    Kind("not finite", lambda swarm: NotFinite(swarm.rng.randrange(8))),
+    Kind("not finite", lambda swarm: NotFinite(swarm.rng.randrange(8)), in_flight=1.0),
 )

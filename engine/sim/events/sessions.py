@@ -15,15 +15,20 @@ from engine.sampling.params import SamplingParams
 from engine.sim.events.kinds import Kind, Swarm
 from engine.sim.events.requests import NUM_HEADS, text_of
 from engine.sim.failures import BrokenPromise
-from engine.sim.world import World
+from engine.sim.world import World, name_of
 from session.errors import SessionError
 
 NUM_SESSIONS = 4
 """Few, so that most turns continue a history and most events meet somebody."""
 
 
-def name_of(session: int) -> str:
-    return f"session-{session}"
+def _opened(world: World, session: int, history: list[int], timeout_s: float | None) -> None:
+    """Write down a session that was opened now."""
+    world.histories[session] = history
+    world.last_used_s[session] = world.clock.now_s
+    world.timeouts.pop(session, None)
+    if timeout_s is not None:
+        world.timeouts[session] = timeout_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class TakeTurn:
     Attributes:
         key: of the request, like that of an arrival.
         keep: the history is rewound to so many tokens first, where it is longer; None keeps all.
+        timeout_s: of the session, when this opens it.
     """
 
     key: int
@@ -42,13 +48,14 @@ class TakeTurn:
     max_new: int
     seed: int | None = None
     keep: int | None = None
+    timeout_s: float | None = None
 
     def apply(self, world: World) -> str:
         if len(world.tickets) >= world.config.max_live or self.key in world.texts or world.find(self.key):
             return f"full#{self.key}"
         if self.session not in world.histories:
-            world.core.sessions.open(name_of(self.session))
-            world.histories[self.session] = []
+            world.core.sessions.open(name_of(self.session), timeout_s=self.timeout_s)
+            _opened(world, self.session, [], self.timeout_s)
         history = world.histories[self.session][: self.keep]
         keep = len(history) if len(history) < len(world.histories[self.session]) else None
         prompt = history + text_of(NUM_HEADS + self.tail)[: self.own]
@@ -88,6 +95,7 @@ def draw_turn(swarm: Swarm) -> TakeTurn:
         max_new=rng.choice((1, 2, 3, 5, 8)),
         seed=rng.randrange(1000) if "sampled" in swarm.traits and rng.random() < 0.5 else None,
         keep=rng.randrange(swarm.config.capacity) if rng.random() < 0.3 else None,
+        timeout_s=rng.uniform(0.001, 0.05) if "timeout" in swarm.traits and rng.random() < 0.5 else None,
     )
 
 
@@ -135,7 +143,7 @@ class Fork:
         child = world.core.sessions.fork(name_of(self.session), length=length, new_id=name_of(self.child))
         if child.log.tokens.tolist() != history[:length]:
             raise BrokenPromise("fork", f"the child of {self.session} has another history than its {length} tokens")
-        world.histories[self.child] = history[:length]
+        _opened(world, self.child, history[:length], world.timeouts.get(self.session))
         world.marks["session fork"] += 1
         world.marks["session fork with a row"] += child.slot.has_row
         return f"fork@{self.session}>{self.child}"
