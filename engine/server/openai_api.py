@@ -82,7 +82,10 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     add_prompt = body.add_generation_prompt and not body.continue_final_message
     ids = serving.tokenizer.render_chat(body.messages, add_generation_prompt=add_prompt, **kwargs)
     room = max(1, serving.context_len - len(ids))
-    others = {"return_logprob": True, "top_logprobs_num": body.top_logprobs or 0} if body.logprobs else {}
+    others: dict[str, Any] = {}
+    if body.logprobs:
+        others = {"return_logprob": True, "top_logprobs_num": body.top_logprobs or 0}
+    others["grammar"] = body.grammar()
     params = body.sampling(room if body.wanted_tokens is None else body.wanted_tokens, **others)
     generation = await serving.generate(_prompt(request, body, ids, params, is_chat=True))
     if body.stream:
@@ -158,9 +161,9 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     prompts = [serving.token_ids("prompt", prompt) for prompt in body.prompts()]
     generations: list[Generation] = []
     max_tokens = OPENAI_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    others: dict[str, Any] = {}
+    others: dict[str, Any] = {"grammar": body.grammar()}
     if body.logprobs is not None:
-        others = {"return_logprob": True, "top_logprobs_num": body.logprobs}
+        others |= {"return_logprob": True, "top_logprobs_num": body.logprobs}
         if body.echo:
             others["logprob_start_len"] = 0
     try:
