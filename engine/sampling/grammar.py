@@ -23,7 +23,7 @@ from engine.text.template import require_text
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarMatcher
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "structural_tag"]
 
 MAX_GRAMMAR_BYTES = 128 << 10
 MAX_SCHEMA_DEPTH = 64
@@ -40,7 +40,7 @@ class Grammar:
 
     Attributes:
         kind: "json_object" (any, `text` is empty), "json_schema" (no properties but those it names), "regex" (of the
-            whole text), "ebnf" (GBNF with a rule `root`).
+            whole text), "ebnf" (GBNF with a rule `root`), "structural_tag" (xgrammar's JSON of parts).
         text: the schema as JSON, the expression, or the rules.
     """
 
@@ -54,7 +54,7 @@ class Grammar:
         num_bytes = len(require_text(self.kind, self.text).encode())
         if num_bytes > MAX_GRAMMAR_BYTES:
             raise BadRequest(self.kind, self.text, f"has {num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are allowed")
-        if self.kind == "json_schema":
+        if self.kind in ("json_schema", "structural_tag"):
             _check_schema(self.text)
         elif not self.text and self.kind != "json_object":
             raise BadRequest(self.kind, self.text, "is empty")

@@ -74,9 +74,12 @@ def compiled(compiler: Any, kind: str, text: str) -> Any:
         return compiler.compile_regex(text)
     if kind == "ebnf":
         return compiler.compile_grammar(text)
-    schema = text if kind == "json_schema" else '{"type": "object"}'
-    strict = kind == "json_schema"
-    grammar = xgrammar.Grammar.from_json_schema(schema, strict_mode=strict, max_whitespace_cnt=MAX_WHITESPACE)
+    if kind == "structural_tag":
+        grammar = xgrammar.Grammar.from_structural_tag(text)
+    else:
+        is_any = kind == "json_object"
+        schema = '{"type": "object"}' if is_any else text
+        grammar = xgrammar.Grammar.from_json_schema(schema, strict_mode=not is_any, max_whitespace_cnt=MAX_WHITESPACE)
     rules = str(grammar)
     if _LOOSE in rules:
         grammar = xgrammar.Grammar.from_ebnf(rules.replace(_LOOSE, _STRICT))

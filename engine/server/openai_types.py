@@ -121,6 +121,8 @@ class ChatRequest(_Sampled):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    separate_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     continue_final_message: bool = False
     add_generation_prompt: bool = True
@@ -130,9 +132,7 @@ class ChatRequest(_Sampled):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def check_supported(self) -> None:
-        """Raises BadRequest for what this version does not do, rather than answering as if it had."""
-        if self.tools and self.tool_choice != "none":
-            raise BadRequest("tools", len(self.tools), 'tool calls are not in this version; use tool_choice="none"')
+        """Raises BadRequest for fields that contradict each other."""
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs", self.top_logprobs, "needs logprobs=true")
 
