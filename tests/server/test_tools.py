@@ -87,7 +87,7 @@ def test_a_named_function_is_called(client, temperature):
 
 
 def test_some_function_is_called_when_one_is_required(client):
-    options = {**OPTIONS, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 2.0, "n": 6}
+    options = {**OPTIONS, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 2.0, "n": 4}
     choices = client.chat.completions.create(**options, seed=1).choices
     names = set()
     for choice in choices:
@@ -122,13 +122,13 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("max_tokens", [250, 20])
+@pytest.mark.parametrize("max_tokens", [150, 20])
 def test_a_stream_is_the_whole_reply_and_shows_no_markup(client, text, max_tokens):
     options = {**OPTIONS, "max_tokens": max_tokens, "temperature": 0, **literal(text)}
     whole = of_message(client.chat.completions.create(**options).choices[0])
     assert joined(client.chat.completions.create(**options, stream=True)) == {0: whole}
     assert not any(mark in whole["content"] for mark in ("<think>", "</think>", "<tool_call>", "</tool_call>"))
-    if max_tokens == 250:
+    if max_tokens == 150:
         thought, _, answer = text.partition("</think>") if "<think>" in text else ("", "", text)
         assert whole["reasoning"] == thought.removeprefix("<think>").strip()
         assert len(whole["calls"]) == answer.count(CALL)
@@ -150,18 +150,14 @@ def test_thinking_stays_in_the_text_when_that_is_wanted(client):
     assert client.chat.completions.create(**options).choices[0].message.content == "<think>a</think>b"
 
 
-def test_a_schema_holds_behind_thinking_that_the_template_began(client):
+def test_a_schema_waits_for_the_end_of_thinking_that_the_template_began(client):
     schema = {"name": "s", "schema": TOOLS[0]["function"]["parameters"]}
-    extra = {"chat_template_kwargs": {"think": True}, "logit_bias": {}}
-    options = {"model": "default", "messages": SAID, "max_tokens": 400, "extra_body": extra, "temperature": 1.0}
+    extra = {"chat_template_kwargs": {"think": True}}
+    options = {"model": "default", "messages": SAID, "max_tokens": 40, "extra_body": extra, "temperature": 1.0}
     response_format = {"type": "json_schema", "json_schema": schema}
-    for seed in range(3):
-        answer = client.chat.completions.create(**options, seed=seed, response_format=response_format).choices[0]
-        if answer.finish_reason == "stop":
-            check_weather(answer.message.content)
-        else:
-            assert not answer.message.content
-        assert answer.message.reasoning_content
+    answer = client.chat.completions.create(**options, seed=0, response_format=response_format).choices[0]
+    assert (answer.finish_reason, answer.message.content) == ("length", "")
+    assert answer.message.reasoning_content
 
 
 def test_calls_and_their_answers_go_through_the_template(client, tool_server, server):
