@@ -138,6 +138,50 @@ def serve(
     sys.exit(serve_app(engine, server))
 
 
+@app.command("bench-serve")
+def bench_serve(
+    url: Annotated[str, typer.Argument(help="Where the server is.")] = "http://127.0.0.1:30000",
+    workload: Annotated[str, typer.Option(help="random, shared-prefix, sessions or trace.")] = "random",
+    num_requests: Annotated[int, typer.Option(help="Requests in all.")] = 64,
+    concurrency: Annotated[int, typer.Option(help="Clients of the closed loop.")] = 8,
+    rate: Annotated[float | None, typer.Option(help="Requests a second of an open loop instead.")] = None,
+    input_len: Annotated[int, typer.Option(help="New prompt tokens of a request.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 32,
+    prefix_len: Annotated[int, typer.Option(help="Of them shared, in workload shared-prefix.")] = 64,
+    turns: Annotated[int, typer.Option(help="Turns of a conversation, in workload sessions.")] = 4,
+    trace: Annotated[Path | None, typer.Option(help="File of workload trace, one JSON object a line.")] = None,
+    ttft_bound_ms: Annotated[float, typer.Option(help="Goodput: latest first token.")] = 2000.0,
+    tpot_bound_ms: Annotated[float, typer.Option(help="Goodput: slowest mean token after it.")] = 200.0,
+    api_key: Annotated[str | None, typer.Option(help="Key for the server.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file as well.")] = None,
+) -> None:
+    """Put a running server under load and say what its clients got. See docs/server.md."""
+    import asyncio
+
+    from engine.server.load import LoadPlan, lines_of, run_load
+
+    plan = LoadPlan(
+        workload=workload,  # type: ignore[arg-type]
+        num_requests=num_requests,
+        concurrency=concurrency,
+        rate=rate,
+        input_len=input_len,
+        output_len=output_len,
+        prefix_len=prefix_len,
+        turns=turns,
+        trace=trace,
+        ttft_bound_ms=ttft_bound_ms,
+        tpot_bound_ms=tpot_bound_ms,
+    )
+    with notes.status("", spinner="line") if notes.is_terminal else _NoStatus() as status:
+        result = asyncio.run(run_load(url, plan, api_key=api_key, say=status.update))
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n".join(lines_of(result)))
+    if result["num_failed"]:
+        raise typer.Exit(1)
+
+
 @app.command()
 def sim(
     seed: Annotated[int, typer.Option(help="First seed.")] = 0,

@@ -185,9 +185,9 @@ class SessionController:
         session = self.get(session_id)
         if session.state.phase is Phase.CLOSING:
             raise SessionBusy("session_id", session_id, "is being closed; it takes no further turn")
+        most = self.limits.max_total_tokens
         dropped = 0 if keep is None else len(session.log) - keep
-        most, total = self.limits.max_total_tokens, self.num_log_tokens - dropped + len(new_ids)
-        if most is not None and total > most:
+        if most is not None and (total := self.num_log_tokens - dropped + len(new_ids)) > most:
             rule = (
                 f"tokens would be in all histories together and {most} may (--max-session-tokens); close or rewind some"
             )

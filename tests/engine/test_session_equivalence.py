@@ -13,7 +13,8 @@ from engine.request import RequestStatus
 
 PAGES = [1, 16, 128]
 UNITS = ["token", "page"]
-TURNS = [np.random.default_rng(7).integers(3, 300, size).tolist() for size in (37, 1, 20, 64, 5)]
+RNG = np.random.default_rng(7)
+TURNS = [RNG.integers(3, 300, size).tolist() for size in (37, 1, 20, 64, 5)]
 SHORT = SamplingParams(temperature=0.0, max_new_tokens=11, ignore_eos=True)
 
 

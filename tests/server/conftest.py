@@ -73,7 +73,12 @@ def start_server(model: Path, folder: Path, *flags: str, env: dict[str, str] | N
     command += ["--device", "cpu", "--port", "0", "--max-total-tokens", "4096", *flags]
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            command, stderr=stderr, stdout=stderr, text=True, cwd=ROOT, env={**os.environ, **(env or {})}
+            command,
+            stderr=stderr,
+            stdout=stderr,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
         )
     deadline = time.monotonic() + START_LIMIT_S
     while time.monotonic() < deadline:

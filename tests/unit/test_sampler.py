@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from engine.sampling.sampler import CANDIDATES, Sampled, sample, uniforms
+from engine.sampling.sampler import CANDIDATES, Sampled, _best, _invert, sample, uniforms
 from engine.step import SamplingColumns
 
 CRITICAL_999 = {4: 18.467, 5: 20.515, 6: 22.458, 11: 31.264, 15: 37.697}
@@ -288,3 +288,36 @@ def test_large_logits_do_not_overflow() -> None:
     logits = random_logits(12, 50, 300) * 1e36
     asks = [Ask(temperature=0.01, top_p=top_p, seed=i) for i, top_p in enumerate([1.0, 0.9] * 25)]
     assert choose(logits, asks) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [5000, 4096, 128 * 64 + 7, 49_152])
+@pytest.mark.parametrize("k", [1, 3, 64, 1024])
+def test_the_best_tokens_are_those_of_a_whole_sort(vocab_size, k):
+    rng = torch.Generator().manual_seed(k + vocab_size)
+    scaled = torch.randn(5, vocab_size, generator=rng)
+    scaled[1] = torch.sort(scaled[1]).values  # the best ones side by side, at the end
+    scaled[2, 7:] = -torch.inf
+    values, ids = _best(scaled, k)
+    expected = torch.sort(scaled, dim=-1, descending=True).values[:, :k]
+    assert torch.equal(values, expected)
+    assert torch.equal(scaled.gather(-1, ids), expected)
+    assert all(len(set(row.tolist())) == k for row in ids)
+
+
+@pytest.mark.parametrize("n", [1, 255, 256, 257, 5000])
+def test_inverting_finds_the_token_that_a_plain_cumulative_sum_finds(n):
+    rng = np.random.default_rng(n)
+    weights = rng.random((40, n)).astype(np.float32)
+    weights[:20] *= rng.random((20, n)) < 0.02
+    weights[np.arange(40), rng.integers(n, size=40)] += 0.5
+    uniform = rng.random(40)
+    uniform[::7] = np.nextafter(1.0, 0.0)
+    uniform[::11] = 0.0
+    found = _invert(torch.from_numpy(weights), torch.from_numpy(uniform)).tolist()
+    for row, token in enumerate(found):
+        cumulative = np.cumsum(weights[row].astype(np.float64))
+        assert weights[row, token] > 0
+        target = uniform[row] * cumulative[-1]
+        slack = 1e-12 * cumulative[-1]
+        assert cumulative[token] >= target - slack
+        assert cumulative[token] - weights[row, token] <= target + slack
