@@ -38,6 +38,7 @@ CASES: list[Case] = [
     (HERMES, f'{B}{{"name": "rm", "arguments": {{}}}}{E}', '{"name": "rm", "arguments": {}}', []),
     (HERMES, f'{B}{{"name": "add", "arguments": {{"a": 12', "", [("add", '{"a": 12')]),
     (HERMES, f'{B}{{"name": "ad', '{"name": "ad', []),
+    (HERMES, f'{B}{{"name": "rm", "arguments": {{"a', '{"name": "rm", "arguments": {"a', []),
     (HERMES, f"x {B}", "x", []),
     (HERMES, f"{B}{ADD}</tool", "", [("add", '{"a": 1}')]),
     (LLAMA3, '{"name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
