@@ -122,13 +122,13 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("max_tokens", [150, 20])
+@pytest.mark.parametrize("max_tokens", [250, 20])
 def test_a_stream_is_the_whole_reply_and_shows_no_markup(client, text, max_tokens):
     options = {**OPTIONS, "max_tokens": max_tokens, "temperature": 0, **literal(text)}
     whole = of_message(client.chat.completions.create(**options).choices[0])
     assert joined(client.chat.completions.create(**options, stream=True)) == {0: whole}
     assert not any(mark in whole["content"] for mark in ("<think>", "</think>", "<tool_call>", "</tool_call>"))
-    if max_tokens == 150:
+    if max_tokens == 250:
         thought, _, answer = text.partition("</think>") if "<think>" in text else ("", "", text)
         assert whole["reasoning"] == thought.removeprefix("<think>").strip()
         assert len(whole["calls"]) == answer.count(CALL)
