@@ -14,10 +14,12 @@ from devices.pages import align_resume
 from devices.registry import DeviceUnavailable, open_device
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.errors import ConfigError
+from engine.errors import BadRequest, ConfigError
 from engine.models.config import ModelConfig
 from engine.models.registry import load_model
 from engine.runner import ModelRunner
+from engine.sampling.grammar_compiler import GrammarCompiler
+from engine.sampling.grammar_worker import Vocabulary
 from engine.scheduler.scheduler import Scheduler
 from engine.text.tokenizer import Tokenizer
 from engine.weights.catalog import cache_dir, resolve_model
@@ -114,6 +116,7 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
         random_seed=config.schedule.random_seed,
         log_interval=config.schedule.decode_log_interval,
         session_limits=SessionLimits(config.session.max_sessions, config.session.max_session_tokens),
+        grammars=GrammarCompiler(lambda: _vocabulary(tokenizer, core)),
     )
     _announce(capabilities, pool, page_size, context_len, config)
     return Assembly(core, tokenizer, config, model_config, device, pool, events)
@@ -153,6 +156,16 @@ def _tokenizer(source: WeightSource) -> Tokenizer:
     if isinstance(source, GgufSource):
         return Tokenizer.from_gguf(source.metadata)
     return Tokenizer.from_directory(source.path)
+
+
+def _vocabulary(tokenizer: Tokenizer, core: EngineCore) -> Vocabulary:
+    """What a grammar sees of the tokens. Raises BadRequest: their text depends on their neighbours."""
+    table = tokenizer.token_table
+    if not table.concatenates:
+        raise BadRequest("grammar", "", "this model's tokenizer is not one of bytes; structured output needs one")
+    hidden = tokenizer.special_ids
+    tokens = [b"" if i in hidden else table.bytes_of.get(i, b"") for i in range(core.vocab_size)]
+    return Vocabulary(tokens, sorted(i for i in core.eos_token_ids if i < core.vocab_size))
 
 
 def choose_dtype(wanted: str, saved: str | None, supported: tuple[str, ...]) -> torch.dtype:

@@ -17,6 +17,8 @@ from typing import Any, get_type_hints
 from devices.base import KernelChoice
 from engine.errors import ConfigError
 from engine.scheduler.queue import POLICIES
+from engine.text.reasoning import REASONING_PARSERS
+from engine.text.tools.formats import TOOL_CALL_PARSERS
 from mem_cache.tree.policies import EVICTION_POLICIES
 
 ENV_MODEL_CACHE = "RUNG_MODEL_CACHE"
@@ -139,6 +141,14 @@ class ServerArgs:
     max_body_bytes: int = arg(8 << 20, "Largest request body.")
     drain_timeout_s: float = arg(30.0, "Seconds that SIGTERM leaves to requests in flight.")
     watchdog_timeout_s: float = arg(300.0, "Seconds that a step may take before /health says that it hangs.")
+    tool_call_parser: str = arg(
+        "auto",
+        "How the model writes tool calls; auto looks into its chat template.",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = arg(
+        "none", "How the model marks its thinking, which goes into reasoning_content.", choices=REASONING_PARSERS
+    )
     log_level: str = arg("info", "What goes to standard error.", choices=("debug", "info", "warning", "error"))
 
     @property

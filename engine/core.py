@@ -16,6 +16,8 @@ import numpy as np
 from devices.pages import IntArray, page_count
 from engine.errors import BadRequest, session_rules
 from engine.request import Prompt, Request, RequestStatus, new_request
+from engine.sampling.grammar import GrammarState
+from engine.sampling.grammar_compiler import GrammarCompiler
 from engine.sampling.params import MAX_SEED, SamplingParams
 from engine.scheduler.scheduler import Scheduler
 from engine.status import StatusLog, StepTiming
@@ -40,6 +42,7 @@ class EngineCore:
         sessions: conversations that outlive their requests.
         context_len: most tokens of prompt and output together.
         timings: the latest steps.
+        grammars: compiles those of requests; without it requests cannot have any.
     """
 
     def __init__(
@@ -53,7 +56,9 @@ class EngineCore:
         random_seed: int | None = None,
         log_interval: int = 40,
         session_limits: SessionLimits = NO_LIMITS,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
+        self.grammars = grammars
         self.scheduler = scheduler
         self.runner = runner
         self.allocator: KvAllocator = scheduler.allocator
@@ -98,6 +103,7 @@ class EngineCore:
         """
         self._check_prompt(prompt_ids)
         params.check_vocabulary(self.vocab_size)
+        grammars = [self._grammar_state(params) for _ in range(params.n)]
         ids = self._new_ids(request_id, params.n)
         seed = int(self._seeds.integers(MAX_SEED)) if params.seed is None else params.seed
         requests = [
@@ -113,6 +119,7 @@ class EngineCore:
                 namespace=Namespace(extra_key, cache_salt, self._weights_version),
                 priority=priority,
                 text=texts[i] if texts else None,
+                grammar=grammars[i],
                 status=RequestStatus.FORKING if i else RequestStatus.WAITING,
             )
             for i, one_id in enumerate(ids)
@@ -153,6 +160,7 @@ class EngineCore:
             if -1 < params.logprob_start_len < history:
                 rule = f"the history's {history} tokens are not computed again; start behind them, or use -1"
                 raise BadRequest("logprob_start_len", params.logprob_start_len, rule)
+            grammar = self._grammar_state(params)
             one_id = self._new_ids(request_id, 1)[0]
             begun = self.sessions.begin(session_id, one_id, new_ids, params.max_new_tokens, keep=keep)
         request = new_request(
@@ -165,6 +173,7 @@ class EngineCore:
             namespace=replace(session.namespace, weights_version=self._weights_version),
             priority=priority,
             text=text,
+            grammar=grammar,
         )
         self._num_arrived += 1
         self._requests[one_id] = request
@@ -219,6 +228,14 @@ class EngineCore:
         if taken is not None:
             raise BadRequest("request_id", taken, "a request with this id is still running; choose another")
         return ids
+
+    def _grammar_state(self, params: SamplingParams) -> GrammarState | None:
+        """Waits for the compiler where `grammars.compile` was not called before. Raises BadRequest."""
+        if params.grammar is None:
+            return None
+        if self.grammars is None:
+            raise BadRequest(params.grammar.kind, params.grammar.text, "this engine has no grammar compiler")
+        return self.grammars.state(params.grammar, self.eos_token_ids, params.min_new_tokens)
 
     def close_session(self, session_id: str, *, abort: bool = False) -> bool:
         """Close a session now, or at the end of its turn; `abort` ends the turn. True when it is closed on return."""

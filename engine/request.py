@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from devices.pages import IntArray
+from engine.sampling.grammar import GrammarState
 from engine.sampling.params import SamplingParams
 from mem_cache.allocation import Holding
 from mem_cache.kv_info import Owner, OwnerKind, ReqKvInfo, RowGeometry, Turn
@@ -98,6 +99,7 @@ class Request:
     num_known: valid entries of the token buffer.
     siblings: further answers to the same prompt that start from this one's KV.
     scores: logprobs, when they are wanted.
+    grammar: where its output stands in the grammar that it must keep, if any.
     passed_over: younger requests that were admitted before this one.
     """
 
@@ -125,6 +127,7 @@ class Request:
     siblings: tuple[Request, ...] = ()
     passed_over: int = 0
     scores: TokenScores | None = None
+    grammar: GrammarState | None = None
     _counts: dict[int, int] = field(default_factory=dict)
     timings: Timings = field(default_factory=Timings)
 
@@ -182,19 +185,27 @@ class Request:
         """Take a sampled token; returns why the request ends with it, or None.
 
         A stop id goes before a stop string, since its text is not shown, and both before the length: the token that
-        completes a stop is the last.
+        completes a stop is the last. What ends a grammar's text is a stop id, whatever the request thinks of it.
         """
         self._buffer[self.num_known] = token_id
         self.num_known += 1
         if self._counts:
             self._counts[token_id] = self._counts.get(token_id, 0) + 1
-        is_stop_id = token_id in self.stop_ids
+        grammar = self.grammar
+        if grammar is not None:
+            grammar.take(token_id)
+            if grammar.problem:
+                return Finish("error", message=grammar.problem)
+        is_whole = grammar is not None and grammar.is_complete
+        is_stop_id = token_id in self.stop_ids or (grammar is not None and is_whole and token_id in grammar.end_ids)
         if self.text is not None and not is_stop_id:
             self.text.push((token_id,))
             if self.text.matched is not None:
                 return Finish("stop", self.text.matched)
         if is_stop_id:
             return Finish("stop", token_id)
+        if is_whole:
+            return Finish("stop")
         if self.num_known >= self.max_tokens:
             return Finish("length")
         return None
@@ -234,6 +245,7 @@ def new_request(
     namespace: Namespace,
     priority: int = 0,
     text: TextStream | None = None,
+    grammar: GrammarState | None = None,
     status: RequestStatus = RequestStatus.WAITING,
 ) -> Request:
     """A request that waits."""
@@ -255,6 +267,7 @@ def new_request(
         session=prompt.session,
         turn=prompt.turn,
         status=status,
+        grammar=grammar,
         # Nothing comes before the first token, so it has no logprob.
         scores=TokenScores([None] if params.logprob_start_len == 0 else []) if params.wants_scores else None,
     )

@@ -15,7 +15,7 @@ import torch
 from devices.base import AttentionMetadata, Device
 from devices.pages import page_count, ragged_positions, ragged_slots
 from engine.models.decoder import Decoder
-from engine.sampling.logits import edited, joined, score
+from engine.sampling.logits import edited, joined, masked, score
 from engine.sampling.sampler import sample
 from engine.step import ScoreColumns, Scores, StepInput, StepOutput
 from mem_cache.kv_info import RowGeometry
@@ -80,7 +80,8 @@ class ModelRunner:
         hidden = self.forward(inputs)
         ends = hidden[len(hidden) - len(step.rows) :]
         logits = self._logits(ends if step.is_sampled.all() else ends[torch.from_numpy(step.is_sampled)])
-        sampled = sample(logits if step.edits is None else edited(logits, step.edits), step.sampling)
+        choices = logits if step.edits is None else edited(logits, step.edits)
+        sampled = sample(choices if step.allowed is None else masked(choices, step.allowed), step.sampling)
         scores = None if step.scores is None else self._scores(step.scores, hidden, logits, sampled.token_ids)
         # A chunk without logits is judged by its last hidden state: attention carries a NaN of its KV there.
         is_finite = torch.isfinite(ends).all(dim=-1).cpu().numpy()

@@ -57,6 +57,19 @@ class LogitEdits:
 
 
 @dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """Which tokens may be drawn in the sampled rows that keep a grammar; all are in the others.
+
+    Attributes:
+        row: those sampled rows, int32 [masked].
+        words: int32 [masked, words]; bit `i % 32` of word `i // 32` says that token `i` may be drawn.
+    """
+
+    row: IntArray
+    words: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
 class ScoreColumns:
     """Which logprobs are wanted: first of prompt tokens, then of tokens that this step samples.
 
@@ -90,7 +103,7 @@ class StepInput:
         sampling: how to choose those tokens.
         table_changes: what was written into page tables since the last step, in order.
         page_copies: pages whose content other pages take over before anything is computed, in order.
-        edits, scores: None when no request of the step wants them.
+        edits, scores, allowed: None when no request of the step wants them.
     """
 
     step_id: int
@@ -104,6 +117,7 @@ class StepInput:
     page_copies: tuple[PageCopy, ...] = ()
     edits: LogitEdits | None = None
     scores: ScoreColumns | None = None
+    allowed: AllowedTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)

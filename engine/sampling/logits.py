@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.step import LogitEdits, Scores
+from engine.step import AllowedTokens, LogitEdits, Scores
 
 
 def edited(logits: torch.Tensor, edits: LogitEdits) -> torch.Tensor:
@@ -28,6 +28,24 @@ def edited(logits: torch.Tensor, edits: LogitEdits) -> torch.Tensor:
     if len(edits.bias):
         at = [torch.from_numpy(ids.astype(np.int64)).to(device) for ids in (edits.bias_row, edits.bias_token_id)]
         logits.index_put_(tuple(at), torch.from_numpy(edits.bias).to(device), accumulate=True)
+    return logits
+
+
+def masked(logits: torch.Tensor, allowed: AllowedTokens) -> torch.Tensor:
+    """-inf for every token that a row may not have; a new tensor like `logits`, float32 [rows, vocab_size].
+
+    A row whose logits are not numbers stays so, also where a forbidden token is the only bad one.
+    """
+    device, vocab_size = logits.device, logits.shape[-1]
+    row = torch.from_numpy(allowed.row.astype(np.int64)).to(device)
+    words = torch.from_numpy(allowed.words).to(device)
+    bit = torch.arange(32, dtype=torch.int32, device=device)
+    is_allowed = ((words[:, :, None] >> bit) & 1).flatten(1)[:, :vocab_size] == 1
+    own = logits[row]
+    is_number = torch.isfinite(own.amax(-1, keepdim=True))
+    kept = torch.where(is_allowed, own, -torch.inf)
+    logits = logits.clone()
+    logits[row] = torch.where(is_number, kept, torch.nan)
     return logits
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import BadRequest
+from engine.sampling.grammar import Grammar
 from engine.text.stops import validate_stop_strings
 
 MAX_SEED = 2**63 - 1
@@ -48,6 +49,7 @@ class SamplingParams:
         top_logprobs_num: and of so many best tokens at its place.
         token_ids_logprob: and of these tokens.
         logprob_start_len: report prompt tokens too, from this position on; -1 reports none.
+        grammar: what the text must be; the answer ends where it is whole, and is cut when a limit comes first.
         time_limit_s: seconds from arrival after which the request ends as it is; None is no limit.
     """
 
@@ -74,6 +76,7 @@ class SamplingParams:
     token_ids_logprob: Sequence[int] = ()
     logprob_start_len: int = -1
     time_limit_s: float | None = None
+    grammar: Grammar | None = None
     edits_logits: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -102,6 +105,8 @@ class SamplingParams:
         _check_int("logprob_start_len", self.logprob_start_len, -1, 2**31 - 1)
         if self.time_limit_s is not None:
             _check_float("time_limit_s", self.time_limit_s, 0.0, MAX_TIME_LIMIT_S)
+        if not isinstance(self.grammar, Grammar | None):
+            raise BadRequest("grammar", self.grammar, "must be a Grammar")
         object.__setattr__(self, "stop", validate_stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "token_ids_logprob", _token_ids("token_ids_logprob", self.token_ids_logprob))

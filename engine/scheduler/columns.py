@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.request import Request, TokenLogprob
-from engine.step import LogitEdits, SamplingColumns, ScoreColumns, Scores, StepInput
+from engine.step import AllowedTokens, LogitEdits, SamplingColumns, ScoreColumns, Scores, StepInput
 from mem_cache.rows import PageCopy, TableChange
 
 
@@ -51,6 +51,7 @@ def step_input(
         page_copies=copies,
         edits=_edits(sampled),
         scores=scores,
+        allowed=_allowed(sampled),
     )
     return step, scored
 
@@ -79,7 +80,7 @@ def _edits(sampled: Sequence[Request]) -> LogitEdits | None:
         if params.has_penalty:
             seen += [(row, token_id, count) for token_id, count in request.output_counts.items()]
         biases += [(row, token_id, bias) for token_id, bias in params.logit_bias.items()]
-        if request.num_output < params.min_new_tokens:
+        if request.num_output < params.min_new_tokens and request.grammar is None:
             biases += [(row, token_id, -np.inf) for token_id in request.stop_ids]
     if not seen and not biases:
         return None
@@ -96,6 +97,19 @@ def _edits(sampled: Sequence[Request]) -> LogitEdits | None:
         bias_token_id=bias_places[:, 1],
         bias=np.array([bias for _, _, bias in biases], dtype=np.float32),
     )
+
+
+def _allowed(sampled: Sequence[Request]) -> AllowedTokens | None:
+    """What the grammars allow; None when no request has one."""
+    masked = [
+        (row, request.grammar.allowed(request.tokens[request.prompt_len :]))
+        for row, request in enumerate(sampled)
+        if request.grammar is not None
+    ]
+    if not masked:
+        return None
+    rows, words = zip(*masked, strict=True)
+    return AllowedTokens(np.array(rows, dtype=np.int32), np.stack(words))
 
 
 def _score_columns(chunks: Sequence[Chunk], sampled: Sequence[Request]) -> tuple[ScoreColumns, list[Score]]:

@@ -342,6 +342,8 @@ class Scheduler:
         if request.abort_requested:
             return self._end(request, Finish("abort"))
         if not is_finite:
+            if request.grammar is not None and request.grammar.problem:
+                return self._end(request, Finish("error", message=request.grammar.problem))
             message = "the model's logits are not finite (NaN or inf); its KV was not cached"
             return self._end(request, Finish("error", message=message), publish=False)
         if chunk.num_new > 1 or request.num_output == 0:

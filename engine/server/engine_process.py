@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from multiprocessing import parent_process
 from typing import Any
 
@@ -50,6 +51,7 @@ logger = logging.getLogger("rung")
 
 BEAT_S = 0.5
 IDLE_POLL_MS = 200
+COMPILING_POLL_MS = 2
 
 
 def run_engine(config: EngineConfig, inbox: str, outbox: str, log_level: int) -> None:
@@ -115,6 +117,7 @@ class EngineLoop:
         self._step_since = 0.0
         self._stats: dict[str, int] = dict(self.core.stats())
         self._is_stopping = False
+        self._compiling: list[tuple[Start, Future[Any]]] = []
         self.commands = Commands(self)
 
     def warm_up(self) -> None:
@@ -136,6 +139,8 @@ class EngineLoop:
                     self._step()
         except Exception:
             self._send(Failed(traceback.format_exc(), is_config=False))
+        if self.core.grammars is not None:
+            self.core.grammars.close()
 
     def _step(self) -> None:
         self._step_since = time.monotonic()
@@ -158,7 +163,8 @@ class EngineLoop:
     def _take_messages(self) -> None:
         """Everything that has arrived; waits a little when there is nothing else to do."""
         is_busy = self.core.has_work and not self.commands.is_paused
-        timeout = 0 if is_busy else IDLE_POLL_MS
+        timeout = 0 if is_busy else COMPILING_POLL_MS if self._compiling else IDLE_POLL_MS
+        self._start_compiled()
         while self._incoming.poll(timeout):
             self._take(decode_to_engine(self._incoming.recv()))
             timeout = 0
@@ -168,7 +174,7 @@ class EngineLoop:
     def _take(self, message: ToEngine) -> None:
         try:
             if isinstance(message, Start):
-                self._start(message)
+                self._start_or_compile(message)
             elif isinstance(message, Abort):
                 self.abort(message.id)
             elif isinstance(message, Call):
@@ -181,8 +187,35 @@ class EngineLoop:
                 self._is_stopping = True
         except BadRequest as error:
             assert isinstance(message, Start | Call)
-            kind = error.kind if isinstance(error, SessionRefused) else ""
-            self._send(Refused(message.id, error.field, ascii(error.value)[:200], error.rule, kind))
+            self._refuse(message.id, error)
+
+    def _refuse(self, message_id: str, error: BadRequest) -> None:
+        kind = error.kind if isinstance(error, SessionRefused) else ""
+        self._send(Refused(message_id, error.field, ascii(error.value)[:200], error.rule, kind))
+
+    def _start_or_compile(self, message: Start) -> None:
+        """A request whose grammar is not compiled waits for that beside the queue; nobody waits for it."""
+        grammar, grammars = message.params.grammar, self.core.grammars
+        if grammar is None or grammars is None:
+            self._start(message)
+        else:
+            self._compiling.append((message, grammars.compile(grammar)))
+            self._start_compiled()
+
+    def _start_compiled(self) -> None:
+        for waiting in [waiting for waiting in self._compiling if waiting[1].done()]:
+            self._compiling.remove(waiting)
+            message, compiled = waiting
+            try:
+                compiled.result()
+                self._start(message)
+            except BadRequest as error:
+                self._refuse(message.id, error)
+            except Exception:  # whatever goes wrong with a stranger's grammar is about this request
+                logger.exception("a grammar")
+                self._refuse(
+                    message.id, BadRequest("grammar", "", "cannot be compiled; the server's log has the reason")
+                )
 
     def _start(self, message: Start) -> None:
         ids = np.frombuffer(message.prompt_ids, dtype="<i4").astype(np.int32)
@@ -233,6 +266,9 @@ class EngineLoop:
         """End a request with all its answers, or every request."""
         for sent in [sent for sent in self._open.values() if request_id is None or sent.request_id == request_id]:
             self.core.abort(sent.request.id)
+        for waiting in [waiting for waiting in self._compiling if request_id in (None, waiting[0].id)]:
+            self._compiling.remove(waiting)
+            self._refuse(waiting[0].id, BadRequest("rid", waiting[0].id, "was aborted before it began"))
         self.send_ends()
 
     def send_ends(self) -> None:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from engine.errors import BadRequest, session_rules
 from engine.request import TokenLogprob
+from engine.sampling.grammar import Grammar, GrammarKind
 from engine.sampling.params import SamplingParams
 from engine.server.connection import EventStream, while_connected
 from engine.server.openai_api import DONE, LOWEST_LOGPROB, owner_of, serving_of, sse
@@ -25,7 +26,8 @@ from session.branching import SessionParams
 router = APIRouter()
 MAX_BATCH = 256
 _RENAMED = {"sampling_seed": "seed"}
-_KNOWN_SAMPLING = frozenset(f.name for f in fields(SamplingParams) if f.init) | set(_RENAMED)
+_GRAMMARS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf")
+_KNOWN_SAMPLING = frozenset(f.name for f in fields(SamplingParams) if f.init) - {"grammar"} | {*_RENAMED, *_GRAMMARS}
 
 
 class GenerateRequest(BaseModel):
@@ -75,6 +77,11 @@ class GenerateRequest(BaseModel):
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise BadRequest(f"sampling_params.{name}", value, f"is not known{hint}")
         values = {_RENAMED.get(name, name): value for name, value in values.items() if value is not None}
+        texts = [(name, values.pop(name)) for name in _GRAMMARS if name in values]
+        if len(texts) > 1:
+            raise BadRequest("sampling_params", [name for name, _ in texts], "give one of these")
+        for name, text in texts:
+            values["grammar"] = Grammar.of_schema(text) if name == "json_schema" else Grammar(name, text)
         if self.return_logprob:
             values |= {
                 "return_logprob": True,

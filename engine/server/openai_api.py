@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from engine.errors import BadRequest
 from engine.request import Finish, TokenLogprob
 from engine.sampling.params import SamplingParams
+from engine.server.chat_plan import ChatPlan, DeltaWriter, message_of, plan_chat
 from engine.server.connection import EventStream, while_connected
 from engine.server.openai_types import OPENAI_DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest
 from engine.server.refusals import sse_error
@@ -76,45 +77,48 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     serving = serving_of(request)
     _check_model(serving, body.model)
     body.check_supported()
-    kwargs = dict(body.chat_template_kwargs)
-    if body.continue_final_message:
-        kwargs |= {"continue_final_message": True}
-    add_prompt = body.add_generation_prompt and not body.continue_final_message
-    ids = serving.tokenizer.render_chat(body.messages, add_generation_prompt=add_prompt, **kwargs)
-    room = max(1, serving.context_len - len(ids))
-    others = {"return_logprob": True, "top_logprobs_num": body.top_logprobs or 0} if body.logprobs else {}
+    plan = plan_chat(serving, body)
+    room = max(1, serving.context_len - len(plan.ids))
+    others: dict[str, Any] = {"grammar": plan.grammar}
+    if body.logprobs:
+        others |= {"return_logprob": True, "top_logprobs_num": body.top_logprobs or 0}
+    if plan.shows_special:
+        body.skip_special_tokens = False
     params = body.sampling(room if body.wanted_tokens is None else body.wanted_tokens, **others)
-    generation = await serving.generate(_prompt(request, body, ids, params, is_chat=True))
+    generation = await serving.generate(_prompt(request, body, plan.ids, params, is_chat=True))
     if body.stream:
-        return EventStream(_chat_events(serving, generation, body), [generation])
+        return EventStream(_chat_events(serving, generation, body, plan), [generation])
     answers = await while_connected(request, generation.whole())
-    return JSONResponse(
-        {
-            **_head("chatcmpl", "chat.completion", serving),
-            "choices": [
-                {
-                    "index": index,
-                    "message": {"role": "assistant", "content": answer.text},
-                    "logprobs": _chat_logprobs(serving, answer.logprobs) if body.logprobs else None,
-                    "finish_reason": finish_name(answer.finish),
-                    "matched_stop": answer.finish.matched if answer.finish else None,
-                }
-                for index, answer in enumerate(answers)
-            ],
-            "usage": usage_of([answer.usage for answer in answers]),
-        }
-    )
+    choices = []
+    for index, answer in enumerate(answers):
+        part = plan.parser().feed(answer.text, is_last=True)
+        choices.append(
+            {
+                "index": index,
+                "message": message_of(part),
+                "logprobs": _chat_logprobs(serving, answer.logprobs) if body.logprobs else None,
+                "finish_reason": finish_name(answer.finish, has_calls=bool(part.calls)),
+                "matched_stop": answer.finish.matched if answer.finish else None,
+            }
+        )
+    usage = usage_of([answer.usage for answer in answers])
+    return JSONResponse({**_head("chatcmpl", "chat.completion", serving), "choices": choices, "usage": usage})
 
 
-async def _chat_events(serving: Serving, generation: Generation, body: ChatRequest) -> AsyncIterator[str]:
+async def _chat_events(
+    serving: Serving, generation: Generation, body: ChatRequest, plan: ChatPlan
+) -> AsyncIterator[str]:
     """Chunks as they come; the first of each choice names the role, the last says why it ended."""
     head = _head("chatcmpl", "chat.completion.chunk", serving)
     with_usage = body.stream_options is not None and body.stream_options.include_usage
     usages: list[Usage | None] = [None] * body.n
     usage_field = {"usage": None} if with_usage else {}
 
+    writers = [DeltaWriter(plan) for _ in range(body.n)]
+
     def chunk(choice: int, delta: dict[str, Any], logprobs: Any = None, finish: Finish | None = None) -> str:
-        reason = finish_name(finish) if finish is not None else None
+        has_calls = writers[choice].num_calls > 0
+        reason = finish_name(finish, has_calls=has_calls) if finish is not None else None
         one = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return sse({**head, "choices": [one], **usage_field})
 
@@ -123,8 +127,11 @@ async def _chat_events(serving: Serving, generation: Generation, body: ChatReque
             yield chunk(choice, {"role": "assistant", "content": ""})
         async for piece in generation:
             logprobs = _chat_logprobs(serving, piece.logprobs) if body.logprobs and piece.logprobs else None
-            if piece.text or logprobs is not None:
-                yield chunk(piece.choice, {"content": piece.text}, logprobs)
+            deltas = writers[piece.choice].deltas(piece.text, is_last=piece.finish is not None)
+            if logprobs is not None and not deltas:
+                deltas = [{"content": ""}]
+            for index, delta in enumerate(deltas):
+                yield chunk(piece.choice, delta, None if index else logprobs)
             if piece.finish is not None:
                 usages[piece.choice] = piece.usage
                 yield chunk(piece.choice, {}, None, piece.finish)
@@ -158,9 +165,9 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     prompts = [serving.token_ids("prompt", prompt) for prompt in body.prompts()]
     generations: list[Generation] = []
     max_tokens = OPENAI_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    others: dict[str, Any] = {}
+    others: dict[str, Any] = {"grammar": body.grammar()}
     if body.logprobs is not None:
-        others = {"return_logprob": True, "top_logprobs_num": body.logprobs}
+        others |= {"return_logprob": True, "top_logprobs_num": body.logprobs}
         if body.echo:
             others["logprob_start_len"] = 0
     try:
@@ -288,9 +295,11 @@ def _head(prefix: str, kind: str, serving: Serving) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": int(time.time()), "model": serving.model_name}
 
 
-def finish_name(finish: Finish | None) -> str:
+def finish_name(finish: Finish | None, *, has_calls: bool = False) -> str:
     """OpenAI's words: an answer that its limits or the pool cut is "length"; our own ends keep their names."""
     reason = finish.reason if finish is not None else "abort"
+    if has_calls and reason == "stop":
+        return "tool_calls"
     return "length" if reason in ("length", "capacity", "timeout") else reason
 
 

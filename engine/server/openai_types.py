@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from engine.errors import BadRequest
+from engine.sampling.grammar import Grammar
 from engine.sampling.params import SamplingParams
 
 OPENAI_DEFAULT_MAX_TOKENS = 16
@@ -55,6 +56,22 @@ class _Sampled(BaseModel):
     priority: int = 0
     extra_key: str | None = None
     cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+    def grammar(self) -> Grammar | None:
+        """What the text must be. Raises BadRequest: more than one form is asked for, or one is unknown."""
+        found = [
+            Grammar("regex", self.regex) if self.regex is not None else None,
+            Grammar("ebnf", self.ebnf) if self.ebnf is not None else None,
+            _grammar_of_format(self.response_format) if self.response_format is not None else None,
+        ]
+        grammars = [grammar for grammar in found if grammar is not None]
+        if len(grammars) > 1:
+            kinds = ", ".join(grammar.kind for grammar in grammars)
+            raise BadRequest("response_format", kinds, "give one of response_format, regex and ebnf")
+        return grammars[0] if grammars else None
 
     def sampling(self, max_new_tokens: int, **others: Any) -> SamplingParams:
         """Raises BadRequest that names the field as `SamplingParams` does."""
@@ -80,6 +97,20 @@ class _Sampled(BaseModel):
         return SamplingParams(max_new_tokens=max_new_tokens, **values, **others)
 
 
+def _grammar_of_format(wanted: dict[str, Any]) -> Grammar | None:
+    kind = wanted.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar("json_object")
+    if kind != "json_schema":
+        raise BadRequest("response_format.type", kind, "must be text, json_object or json_schema")
+    inner = wanted.get("json_schema")
+    if not isinstance(inner, dict) or "schema" not in inner:
+        raise BadRequest("response_format.json_schema", inner, "must be an object with name and schema")
+    return Grammar.of_schema(inner["schema"])
+
+
 class ChatRequest(_Sampled):
     """Body of /v1/chat/completions."""
 
@@ -90,7 +121,8 @@ class ChatRequest(_Sampled):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    response_format: dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    separate_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     continue_final_message: bool = False
     add_generation_prompt: bool = True
@@ -100,11 +132,7 @@ class ChatRequest(_Sampled):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def check_supported(self) -> None:
-        """Raises BadRequest for what this version does not do, rather than answering as if it had."""
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise BadRequest("response_format", self.response_format, "structured output is not in this version")
-        if self.tools and self.tool_choice != "none":
-            raise BadRequest("tools", len(self.tools), 'tool calls are not in this version; use tool_choice="none"')
+        """Raises BadRequest for fields that contradict each other."""
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs", self.top_logprobs, "needs logprobs=true")
 

@@ -45,11 +45,17 @@ class ChatTemplate:
         self._hf = hf
         self._reserved = frozenset(inspect.signature(hf.apply_chat_template).parameters) - _OPEN_PARAMETERS
 
+    @property
+    def source(self) -> str:
+        """The program's text; of several templates all, one after another."""
+        template: Any = self._hf.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
     def render(self, messages: Any, *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """The conversation as the template writes it.
 
         Args:
-            messages: non-empty list of `{"role": str, "content": str, ...}`.
+            messages: non-empty list of `{"role": str, "content": str, ...}`; content may lack beside `tool_calls`.
             add_generation_prompt: end with the header of the reply that the model is to write.
             kwargs: `tools`, `documents`, `continue_final_message`, and variables of the template (`enable_thinking`).
         Raises:
@@ -91,5 +97,6 @@ def _require_messages(messages: Any) -> None:
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise BadRequest(f"messages[{index}]", message, "must be an object with 'role' and 'content'")
-        for key in ("role", "content"):
-            require_text(f"messages[{index}].{key}", message.get(key))
+        require_text(f"messages[{index}].role", message.get("role"))
+        if message.get("content") is not None or not message.get("tool_calls"):
+            require_text(f"messages[{index}].content", message.get("content"))

@@ -8,6 +8,7 @@ is `template.py`. The tokenizer decides about BOS in a raw prompt, the template 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,6 +89,21 @@ class Tokenizer:
             **{name: token for name, token in specials.items() if token is not None},
         )
         return cls(hf)
+
+    @property
+    def template_source(self) -> str:
+        """The chat template's program; empty when there is none."""
+        return self._chat.source
+
+    @cached_property
+    def template_takes_tools(self) -> bool:
+        """Whether the chat template has a place for tools."""
+        return re.search(r"\btools\b", self.template_source) is not None
+
+    @cached_property
+    def special_texts(self) -> frozenset[str]:
+        """What `special_ids` stand for."""
+        return frozenset(self.token_bytes(i).decode(errors="replace") for i in self.special_ids)
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:

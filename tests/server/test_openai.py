@@ -176,7 +176,6 @@ BAD_CHAT = [
     ({"stop_token_ids": [1 << 31]}, "stop_token_ids"),
     ({"max_tokens": -5}, "max_new_tokens"),
     ({"top_logprobs": 5}, "top_logprobs"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
     ({"chat_template_kwargs": {"tokenize": True}}, "tokenize"),

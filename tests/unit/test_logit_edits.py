@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampling.logits import edited, joined, score
+from engine.sampling.logits import edited, joined, masked, score
 from engine.sampling.sampler import sample
-from engine.step import LogitEdits, SamplingColumns
+from engine.step import AllowedTokens, LogitEdits, SamplingColumns
 
 VOCAB = 50
 
@@ -147,3 +147,24 @@ def test_scores_are_log_softmax():
     ]
     for name in ("chosen", "top_ids", "top", "extra"):
         assert np.array_equal(getattr(joined(parts), name), getattr(whole, name))
+
+
+@pytest.mark.parametrize("vocab", [5, 32, 33, 100])
+def test_a_mask_leaves_its_tokens_and_only_in_its_rows(vocab):
+    rng = np.random.default_rng(vocab)
+    logits = torch.from_numpy(rng.normal(size=(4, vocab)).astype(np.float32))
+    may = rng.random((2, -(-vocab // 32) * 32)) < 0.3
+    words = np.packbits(may, axis=1, bitorder="little").view(np.int32)
+    plain = logits.numpy().copy()
+    for row, own in zip((3, 1), may, strict=True):
+        plain[row][~own[:vocab]] = -np.inf
+    done = masked(logits, AllowedTokens(np.array([3, 1], dtype=np.int32), words))
+    assert (done.numpy() == plain).all()
+
+
+def test_a_mask_hides_no_nan():
+    logits = torch.zeros(2, 40)
+    logits[0, 39] = torch.nan
+    done = masked(logits, AllowedTokens(np.array([0, 1], dtype=np.int32), np.array([[1, 0]] * 2, dtype=np.int32)))
+    assert done[0].isnan().all()
+    assert done[1].isfinite().tolist() == [True] + [False] * 39

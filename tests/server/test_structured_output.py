@@ -1,0 +1,115 @@
+"""Structured output over HTTP: forms, refusals, and that a bad schema costs nobody else anything."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+pytest.importorskip("xgrammar")
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "n": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "n"],
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
+SAID = [{"role": "user", "content": "where?"}]
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def check(text: str) -> None:
+    place = json.loads(text)
+    assert list(place) == ["city", "n"]
+    assert place["city"] in ("Oslo", "Rome")
+    assert 1 <= place["n"] <= 9
+
+
+def test_chat_and_completions_keep_a_schema(client):
+    options = {"model": "default", "max_tokens": 200, "response_format": FORMAT, "temperature": 1.0}
+    for seed in range(4):
+        whole = client.chat.completions.create(messages=SAID, **options, seed=seed).choices[0]
+        check(whole.message.content)
+        assert whole.finish_reason == "stop"
+        chunks = client.chat.completions.create(messages=SAID, **options, seed=seed, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
+    texts = [one.message.content for one in client.chat.completions.create(messages=SAID, n=3, **options).choices]
+    for text in texts:
+        check(text)
+    extra = {"response_format": FORMAT}
+    check(client.completions.create(model="default", prompt="x", max_tokens=200, extra_body=extra).choices[0].text)
+
+
+def test_regex_and_ebnf_fields(server):
+    for path, prompt in (("/v1/chat/completions", {"messages": SAID}), ("/v1/completions", {"prompt": "x"})):
+        for form, pattern in (({"regex": "[ab]{3}c"}, "[ab]{3}c"), ({"ebnf": 'root ::= "u" | "vw"'}, "u|vw")):
+            [choice] = server.post(path, {**prompt, "max_tokens": 20, **form})["choices"]
+            assert re.fullmatch(pattern, choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def test_native_sampling_parameters(server):
+    for form in ({"json_schema": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}):
+        answer = server.post("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 200, **form}})
+        check(answer["text"])
+    for form, pattern in (({"regex": "x{2,5}"}, "x{2,5}"), ({"ebnf": 'root ::= "q"+'}, "q+")):
+        answer = server.post("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 20, **form}})
+        assert re.fullmatch(pattern, answer["text"])
+
+
+def test_a_session_goes_on_in_a_schema(server):
+    name = server.post("/open_session", {})
+    for text in ("first", "second"):
+        sampling = {"max_new_tokens": 100, "json_schema": SCHEMA}
+        body = {"text": text, "session_params": {"id": name}, "sampling_params": sampling}
+        check(server.post("/generate", body)["text"])
+    server.post("/close_session", {"session_id": name})
+
+
+BAD = [
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}}}, "Unsupported type"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/x"}}}}, "Cannot find"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}}, "must be an object"),
+    ({"response_format": {"type": "json_schema"}}, "name and schema"),
+    ({"response_format": {"type": "structural_tag"}}, "must be text"),
+    ({"regex": "(?=a)b"}, "Lookahead"),
+    ({"regex": "a", "ebnf": 'root ::= "a"'}, "one of"),
+    ({"ebnf": "nothing"}, "cannot be used"),
+]
+
+
+def test_bad_schemas_beside_a_running_answer(server, client):
+    """Each refused with its reason, while an answer streams, whose text is what it is alone."""
+    long = {"model": "default", "messages": SAID, "max_tokens": 400, "temperature": 0}
+    alone = client.chat.completions.create(**long).choices[0].message.content
+    with ThreadPoolExecutor(2) as pool:
+        refusals = pool.submit(lambda: [refused(server, change) for change, _ in BAD])
+        texts = []
+        while not refusals.done() or not texts:
+            texts.append(client.chat.completions.create(**long).choices[0].message.content)
+    assert set(texts) == {alone}
+    for error, (_, reason) in zip(refusals.result(), BAD, strict=True):
+        assert error["type"] == "invalid_request_error"
+        assert reason in error["message"]
+    server.wait_until_idle()
+
+
+def refused(server, change: dict[str, Any]) -> dict[str, Any]:
+    error: dict[str, Any] = server.post("/v1/chat/completions", {"messages": SAID, **change}, 400)["error"]
+    return error
+
+
+def test_an_abort_while_the_grammar_compiles(server):
+    body = {"text": "x", "rid": "slow", "sampling_params": {"regex": "[^y]{1,90000}" * 50}}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.post, "/generate", body, 400)
+        while not waiting.done():
+            server.post("/abort_request", {"rid": "slow"})
+        assert "aborted" in waiting.result()["error"]["message"]

@@ -1,0 +1,153 @@
+"""Replies taken apart: the same however the text was cut, nothing lost, and no markup in what is shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.text.markers import num_held
+from engine.text.reasoning import ReasoningSplitter, begins_inside
+from engine.text.reply import ReplyParser, ReplyPart
+from engine.text.tools.formats import ToolFormat, tool_format
+from engine.text.tools.parser import ToolCallParser
+
+HERMES, LLAMA3 = tool_format("hermes", ""), tool_format("llama3", "")
+DEEPSEEK, DEEPSEEK_31 = tool_format("deepseek", "```json"), tool_format("deepseek", "")
+NAMES = frozenset({"add", "find"})
+B, E = "<tool_call>", "</tool_call>"
+DB, DE, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+ALL_B, ALL_E = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+ADD = '{"name": "add", "arguments": {"a": 1}}'
+TRICKY = json.dumps({"name": "find", "arguments": {"q": 'a } " </tool_call> \\ 漢🙂', "deep": [{"x": {}}]}})
+
+Case = tuple[ToolFormat, str, str, list[tuple[str, str]]]
+CASES: list[Case] = [
+    (HERMES, "no call at all\n ", "no call at all\n ", []),
+    (HERMES, "  ", "  ", []),
+    (HERMES, f"{B}\n{ADD}\n{E}", "", [("add", '{"a": 1}')]),
+    (HERMES, f"Let me see.\n\n{B}{ADD}{E}\n", "Let me see.", [("add", '{"a": 1}')]),
+    (HERMES, f"{B}{ADD}{E}\n{B}\n{TRICKY}\n{E} after", " after", [("add", '{"a": 1}'), ("find", "TRICKY")]),
+    (HERMES, f"{B}{ADD}{B}{ADD}", "", [("add", '{"a": 1}')] * 2),
+    (HERMES, f"a < b, <tool, {B[:-1]} and </tool_call", f"a < b, <tool, {B[:-1]} and </tool_call", []),
+    (HERMES, f"x{B}not json{E}y", "xnot jsony", []),
+    (HERMES, f'{B}{{"name": "rm", "arguments": {{}}}}{E}', '{"name": "rm", "arguments": {}}', []),
+    (HERMES, f'{B}{{"name": "add", "arguments": {{"a": 12', "", [("add", '{"a": 12')]),
+    (HERMES, f'{B}{{"name": "ad', '{"name": "ad', []),
+    (HERMES, f'{B}{{"name": "rm", "arguments": {{"a', '{"name": "rm", "arguments": {"a', []),
+    (HERMES, f"x {B}", "x", []),
+    (HERMES, f"{B}{ADD}</tool", "", [("add", '{"a": 1}')]),
+    (LLAMA3, '{"name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
+    (LLAMA3, ' \n{"name": "add", "parameters": {}}; {"name": "find", "parameters": {"q": "}"}}', "", [("add", "{}"),
+        ("find", '{"q": "}"}')]),
+    (LLAMA3, '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
+    (LLAMA3, 'sure <|python_tag|>{"name": "add", "parameters": {}}', "sure", [("add", "{}")]),
+    (LLAMA3, ' {"answer": 42} is JSON', ' {"answer": 42} is JSON', []),
+    (LLAMA3, 'it is {"name": "add", "parameters": {}}', 'it is {"name": "add", "parameters": {}}', []),
+    (LLAMA3, '{"name": "add", "parameters": {"a', "", [("add", '{"a')]),
+    (DEEPSEEK, f'hm{ALL_B}{DB}function{SEP}add\n```json\n{{"a": 1}}\n```{DE}\n{DB}function{SEP}find\n```json\n{{}}\n```'
+        f"{DE}{ALL_E}", "hm", [("add", '{"a": 1}'), ("find", "{}")]),
+    (DEEPSEEK_31, f'{ALL_B}{DB}add{SEP}{{"a": 1}}{DE}{DB}find{SEP}{{}}{DE}{ALL_E}', "", [("add", '{"a": 1}'),
+        ("find", "{}")]),
+    (DEEPSEEK_31, f'{ALL_B}{DB}add{SEP}{{"a": ', "", [("add", '{"a":')]),
+    (DEEPSEEK_31, f"{ALL_B}{DB}rm{SEP}{{}}{DE}{ALL_E}", f"rm{SEP}{{}}", []),
+]  # fmt: skip
+
+
+def parsed(make: Callable[[], ReplyParser], pieces: Sequence[str]) -> ReplyPart:
+    """What a stream of these pieces shows, joined; each piece shows only text that stays."""
+    parser, whole = make(), ReplyPart()
+    for piece in pieces:
+        whole += parser.feed(piece)
+    whole += parser.feed("", is_last=True)
+    return whole
+
+
+def cuts(text: str) -> list[list[str]]:
+    """The text at once, character by character, and cut at every place and at many pairs of places."""
+    places = range(1, len(text))
+    pairs = list(combinations(places, 2))
+    some = [*((place,) for place in places), *pairs[:: max(1, len(pairs) // 300)]]
+    return [[text], list(text), *([text[i:j] for i, j in zip((0, *cut), (*cut, None), strict=True)] for cut in some)]
+
+
+@pytest.mark.parametrize(("style", "text", "content", "calls"), CASES, ids=lambda value: str(value)[:30])
+def test_calls_are_found_however_the_text_is_cut(style, text, content, calls):
+    for pieces in cuts(text):
+        part = parsed(lambda: ReplyParser(None, ToolCallParser(style, NAMES)), pieces)
+        found = [(call.name, "TRICKY" if "漢" in call.arguments else call.arguments) for call in part.calls]
+        assert (part.content, found) == (content, calls), pieces
+    for call in part.calls:
+        if "漢" in call.arguments:
+            assert json.loads(call.arguments) == json.loads(TRICKY)["arguments"]
+
+
+THOUGHTS = [
+    (False, "<think>\nhm, <b>\n</think>\n\nyes </think> <think>", "hm, <b>", "yes </think> <think>"),
+    (False, " \n<think>a</think>b", "a", "b"),
+    (False, "plain <think>x</think>", "", "plain <think>x</think>"),
+    (False, "<think></think>\n\nyes", "", "yes"),
+    (False, "<think>\nnever ends </thin", "never ends </thin", ""),
+    (False, "<thin", "", "<thin"),
+    (False, "", "", ""),
+    (False, "  x", "", "  x"),
+    (True, "so\n\n</think>\nyes ", "so", "yes "),
+    (True, "<think>\nso</think>yes", "so", "yes"),
+    (True, "still thinking\n", "still thinking\n", ""),
+    (True, "<thi", "<thi", ""),
+]
+
+
+@pytest.mark.parametrize(("is_inside", "text", "reasoning", "content"), THOUGHTS)
+def test_thinking_is_split_however_the_text_is_cut(is_inside, text, reasoning, content):
+    for pieces in cuts(text):
+        part = parsed(lambda: ReplyParser(ReasoningSplitter(is_inside=is_inside), None), pieces)
+        assert (part.reasoning, part.content) == (reasoning, content), pieces
+
+
+def test_calls_behind_thinking_and_none_inside_it():
+    text = f"<think>\nI could {B}{ADD}{E}\n</think>\n\nNow: {B}{ADD}{E}"
+    for pieces in cuts(text):
+        make = lambda: ReplyParser(ReasoningSplitter(is_inside=False), ToolCallParser(HERMES, NAMES))  # noqa: E731
+        part = parsed(make, pieces)
+        assert (part.reasoning, part.content, len(part.calls)) == (f"I could {B}{ADD}{E}", "Now:", 1)
+
+
+ATOMS = [B, E, ADD, TRICKY, "<", "{", "}", '"', "\n", " ", "x", "漢", "<think>", "</think>", "<|python_tag|>", ";"]
+ATOMS += [ALL_B, DB, DE, ALL_E, f"function{SEP}add\n```json\n", "{}", "\n```", f"find{SEP}"]
+
+
+@given(
+    style=st.sampled_from([HERMES, LLAMA3, DEEPSEEK, DEEPSEEK_31]),
+    atoms=st.lists(st.sampled_from(ATOMS), max_size=12),
+    is_inside=st.booleans(),
+    data=st.data(),
+)
+def test_any_text_is_taken_apart_the_same_in_any_pieces(style, atoms, is_inside, data):
+    text = "".join(atoms)
+
+    def make() -> ReplyParser:
+        return ReplyParser(ReasoningSplitter(is_inside=is_inside), ToolCallParser(style, NAMES))
+
+    places = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[i:j] for i, j in zip((0, *places), (*places, None), strict=True)]
+    whole = parsed(make, [text])
+    assert parsed(make, pieces) == parsed(make, list(text)) == whole
+    assert not any(marker in whole.content for marker in style.markers)
+
+
+def test_where_a_reply_begins():
+    assert begins_inside("qwen3", "...<think>\n")
+    assert not begins_inside("qwen3", "assistant\n")
+    assert not begins_inside("deepseek", "<｜Assistant｜></think>")
+    assert begins_inside("deepseek", "<｜Assistant｜>")
+
+
+def test_what_may_be_the_beginning_of_a_marker():
+    assert [num_held(text, ("<ab>", "b<")) for text in ("", "x<", "x<a", "<ab>", "b", "ab<a", "<<")] == [
+        0, 1, 2, 0, 1, 2, 1,
+    ]  # fmt: skip
