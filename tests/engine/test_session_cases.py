@@ -533,3 +533,22 @@ def test_a_row_leaves_what_is_behind_pages_that_the_tree_knows():
     again = core.add(np.array([*history, 1], np.int32), params(1))[0]
     core.step()
     assert again.cached_tokens == 16
+
+
+def test_a_turn_that_cannot_be_admitted_yet_keeps_its_row_and_lock(tiny_path):
+    """It is lent its row, finds no pages for its new tokens, and gives the row back as it was."""
+    llm = make_llm(tiny_path, page_size=1, max_total_tokens=100)
+    session = llm.core.sessions.open()
+    run_turn(llm, session.id, [5] * 12, SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True))
+    assert session.slot.record.cache_protected_len == 12
+    beside = add(llm, [9] * 40, SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True))
+    llm.core.step()
+    turn = start_turn(llm, session.id, [6] * 40)
+    for _ in range(5):
+        llm.core.step()
+        assert turn.status is RequestStatus.WAITING
+        assert session.slot.held.lock is not None
+        assert session.slot.is_idle
+        assert session.held_tokens == 12
+    finish_all(llm)
+    assert beside.num_output == turn.num_output == 24
