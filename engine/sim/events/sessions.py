@@ -182,6 +182,7 @@ class Close:
             raise BrokenPromise("close", f"session {self.session} is closed: {is_closed}, its turn over: {is_over}")
         if is_closed:
             world.histories.pop(self.session)
+            world.closing.discard(self.session)
         else:
             world.closing.add(self.session)
         world.marks["close" if is_closed else "close in a turn"] += 1

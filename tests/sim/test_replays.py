@@ -1,0 +1,86 @@
+"""Scripts that failed once, as the shrinker wrote them."""
+
+from engine.sim.events.kinds import Timed
+from engine.sim.events.requests import Arrive, Prompt
+from engine.sim.events.sessions import Close, TakeTurn
+from engine.sim.play import play
+from engine.sim.world import WorldConfig
+
+
+def test_a_closing_session_that_is_closed_again_with_an_abort_may_be_opened_anew() -> None:
+    """Seed 300750 of mixed: the model of sessions, not the engine, took it for closing still."""
+    config = WorldConfig(
+        page_size=1,
+        num_pages=48,
+        num_rows=2,
+        context_len=48,
+        resume_unit="token",
+        chunk_tokens=2,
+        policy="priority",
+        eviction="lfu",
+        conservativeness=0.3,
+        preemption_threshold=1,
+        caching=True,
+        max_live=12,
+        is_canary=False,
+    )
+    script = [
+        Timed(
+            step=0,
+            in_flight=False,
+            event=Arrive(
+                key=17,
+                prompt=Prompt(head=0, shared=0, tail=1, own=2, after=12),
+                max_new=47,
+                n=1,
+                seed=None,
+                stop_after=None,
+                priority=0,
+                salt=None,
+                time_limit_s=None,
+            ),
+        ),
+        Timed(
+            step=6,
+            in_flight=True,
+            event=Arrive(
+                key=19,
+                prompt=Prompt(head=0, shared=0, tail=1, own=2, after=12),
+                max_new=13,
+                n=1,
+                seed=None,
+                stop_after=None,
+                priority=0,
+                salt=None,
+                time_limit_s=None,
+            ),
+        ),
+        Timed(
+            step=7,
+            in_flight=False,
+            event=Arrive(
+                key=22,
+                prompt=Prompt(head=0, shared=0, tail=22, own=3, after=None),
+                max_new=5,
+                n=4,
+                seed=None,
+                stop_after=None,
+                priority=0,
+                salt=None,
+                time_limit_s=None,
+            ),
+        ),
+        Timed(
+            step=8,
+            in_flight=False,
+            event=TakeTurn(key=25, session=0, tail=1, own=1, max_new=4, seed=None, keep=None, timeout_s=None),
+        ),
+        Timed(step=9, in_flight=True, event=Close(session=0, abort=False)),
+        Timed(step=10, in_flight=False, event=Close(session=0, abort=True)),
+        Timed(
+            step=10,
+            in_flight=False,
+            event=TakeTurn(key=35, session=0, tail=0, own=1, max_new=1, seed=None, keep=None, timeout_s=None),
+        ),
+    ]
+    play(config, script, 11)
