@@ -117,7 +117,7 @@ def _check_peers(evidence: Evidence, device: int, has_super_pods: bool, peers: t
 
 
 def check_interface(evidence: Evidence, needs: Needs) -> list[Finding]:
-    """6: the named interface exists and owns HCCL_IF_IP, HCCL, Gloo and tensor pipes agree, and it is not the loopback."""
+    """6: the named interface exists and owns HCCL_IF_IP, the three names agree, and it is not the loopback."""
     environment = read_environment(evidence)
     findings = check_interface_names(environment)
     names = {environment[name].lstrip("=") for name in INTERFACE_NAMES if environment.get(name)}

@@ -1,7 +1,7 @@
 """The cluster file: one YAML file that says what to serve, how often, and where. Its shape is the structs below.
 
-Exactly one of `hosts` (bare machines, over ssh or this one) and `kubernetes` stands in it. Unknown keys are refused with
-the nearest known one; every error names its place. docs/deploy-npu.md describes the fields.
+Exactly one of `hosts` (bare machines, over ssh or this one) and `kubernetes` stands in it. An unknown key is refused
+with the nearest known one; every error names its place. docs/deploy-npu.md describes the fields.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class Ports(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server: Port = 30000
     rendezvous: Port = 25000
     router: Port = 6677
-    store: Port = 24669
 
 
 class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -225,14 +224,16 @@ def _check_hosts(cluster: ClusterFile) -> None:
                     f"{place}.{field} has {len(values)} entries for {len(host.devices)} devices; give one each"
                 )
         if cluster.device == "npu":
-            if not host.devices:
-                raise ClusterError(f"{place}.devices: list the physical device ids to use, such as [0, 1]")
-            if host.interface is None:
-                change = f"name the interface that owns {host.address} (ip -o addr)"
-                raise ClusterError(f"{place}.interface: {change}; none is guessed, and never the loopback")
-            if host.interface == "lo" and len(cluster.hosts) > 1:
-                raise ClusterError(
-                    f"{place}.interface: over lo no other host answers; name the one that owns {host.address}"
-                )
+            _check_npu_host(cluster, host, place)
     if cluster.router is not None and cluster.router.host is not None and cluster.router.host not in names:
         raise ClusterError(f"router.host: {cluster.router.host!r} is no host; known: {', '.join(names)}")
+
+
+def _check_npu_host(cluster: ClusterFile, host: Host, place: str) -> None:
+    if not host.devices:
+        raise ClusterError(f"{place}.devices: list the physical device ids to use, such as [0, 1]")
+    if host.interface is None:
+        change = f"name the interface that owns {host.address} (ip -o addr)"
+        raise ClusterError(f"{place}.interface: {change}; none is guessed, and never the loopback")
+    if host.interface == "lo" and len(cluster.hosts) > 1:
+        raise ClusterError(f"{place}.interface: over lo no other host answers; name the one that owns {host.address}")

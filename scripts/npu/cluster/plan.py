@@ -93,7 +93,7 @@ def make_plan(cluster: ClusterFile) -> Plan:
     """
     if cluster.kubernetes is not None:
         raise ClusterError("ranks on Kubernetes are planned by its scheduler; use render")
-    free = {host.name: list(sorted(host.devices)) for host in cluster.hosts}
+    free = {host.name: sorted(host.devices) for host in cluster.hosts}
     num_servers: dict[str, int] = defaultdict(int)
     replicas = []
     for index in range(cluster.replicas):
@@ -127,7 +127,8 @@ def _hosts_for(cluster: ClusterFile, free: dict[str, list[int]], num_servers: di
 
 def _replica(cluster: ClusterFile, index: int, hosts: list[Host], free: dict[str, list[int]], place: int) -> Replica:
     name, share = f"replica-{index}", cluster.parallel.tensor // cluster.parallel.nnodes
-    nodes, ranks = [], []
+    nodes: list[Node] = []
+    ranks: list[Rank] = []
     for node_rank, host in enumerate(hosts):
         devices = tuple(free[host.name][:share])
         del free[host.name][:share]
