@@ -7,7 +7,8 @@ which libraries load). A recording is a folder with one file each:
     file_<path with / as _>.txt       file_etc_hccn.conf.txt
     probe_<name>.txt                  probe_packages.txt
 
-`Recorder` writes this layout while it asks another source. What is missing is an answer as well, never an exception.
+`Recorder` writes this layout while it asks another source. A first line `# note: ...` says where a text is from. What
+is missing is an answer as well, never an exception.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class RecordedEvidence:
         text = path.read_text(errors="replace")
         if text.startswith(_PROBLEM):
             return Text(problem=text.removeprefix(_PROBLEM).strip())
-        return Text(text)
+        return Text(text.partition("\n")[2] if text.startswith(_NOTE) else text)
 
 
 class Recorder:
@@ -169,6 +170,8 @@ class Recorder:
 
 
 _PROBLEM = "# no answer:"
+_NOTE = "# note:"
+"""Beginning of a first line that says where a recording is from and is no part of it."""
 
 
 def command_name(words: tuple[str, ...]) -> str:

@@ -88,15 +88,18 @@ def status(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def stop(request: dict[str, Any]) -> dict[str, Any]:
-    """End the deployment: the started processes by SIGTERM, which drains; what is left after the grace by SIGKILL."""
+    """End the deployment: the started processes by SIGTERM, which drains, those named `first` before the others; what
+    is left after the grace by SIGKILL."""
     folder, deployment = _folder(request), request["deployment"]
     files = sorted(folder.glob("*.pid"))
-    started = {_pid_of(file) for file in files}
     stopped = _marked(deployment)
-    for pid in stopped:
-        if pid in started:
+    first = [file for file in files if file.stem in request["first"]]
+    for wave in (first, [file for file in files if file not in first]):
+        pids = {_pid_of(file) for file in wave} & stopped.keys()
+        for pid in pids:
             _signal(pid, signal.SIGTERM)
-    _wait_until_gone(deployment, request["grace_s"] if started & stopped.keys() else 0.0)
+        names = {stopped[pid] for pid in pids}
+        _wait_until_gone(deployment, request["grace_s"] if pids else 0.0, names)
     killed = _marked(deployment)
     for pid in killed:
         _signal(pid, signal.SIGKILL)
@@ -131,11 +134,14 @@ def _marked(deployment: str) -> dict[int, str]:
     return found
 
 
-def _wait_until_gone(deployment: str, limit_s: float) -> dict[int, str]:
+def _wait_until_gone(deployment: str, limit_s: float, names: "set[str] | None" = None) -> dict[int, str]:
+    """What is left of these processes and their children, or of all, when they are gone or the time is over."""
     deadline = time.monotonic() + limit_s
-    while (left := _marked(deployment)) and time.monotonic() < deadline:
+    while True:
+        left = {pid: name for pid, name in _marked(deployment).items() if names is None or name in names}
+        if not left or time.monotonic() >= deadline:
+            return left
         time.sleep(POLL_S)
-    return left
 
 
 def _signal(pid: int, number: int) -> None:

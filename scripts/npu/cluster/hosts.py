@@ -313,7 +313,7 @@ def down(plan: Plan, say: Say) -> None:
     problems = []
     for host in hosts:
         try:
-            answer = _ask(plan, host, {"verb": "stop", "grace_s": grace_s}, grace_s + 30.0)
+            answer = _ask(plan, host, {"verb": "stop", "grace_s": grace_s, "first": ["router"]}, 2 * grace_s + 30.0)
         except ClusterError as error:
             problems.append(str(error))
             continue

@@ -1,8 +1,8 @@
 """The router before a deployment's replicas: streams requests to them and answers back.
 
-It asks each replica's `/ready` all the time and sends to those that say yes. `/health` is the router's own life, `/ready`
-says whether any replica is ready. A replica that cannot be reached at all is passed over for the next one; once bytes
-of an answer have come, an error is the client's to see. See `routing` for which replica gets what.
+It asks each replica's `/ready` all the time and sends to those that say yes. `/health` is the router's own life,
+`/ready` says whether any replica is ready. A replica that cannot be reached is passed over for the next one; once it
+has the request, an error is the client's to see. See `routing` for which replica gets what.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence, Set
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from cluster.routing import Backend, Sessions, choose, prefix_of, session_of
 
@@ -26,6 +28,10 @@ PROBE_EVERY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 MAX_BODY_BYTES = 8 << 20
+EVERY_REPLICA = frozenset({"/abort_request", "/flush_cache", "/pause_generation", "/continue_generation"})
+"""What is about all replicas: sent to each, answered by the worst."""
+ONE_REPLICA = frozenset({"/metrics", "/server_info", "/health_generate"})
+"""What is about one replica, and would be about a random one here."""
 HOP_HEADERS = frozenset(
     {
         "connection",
@@ -80,13 +86,25 @@ class Router:
 
     async def send(self, request: Request) -> Response:
         """Forward a request and stream its answer."""
+        path = request.url.path
+        if path in ONE_REPLICA:
+            urls = ", ".join(backend.url for backend in self.backends)
+            return _refusal(404, f"{path} is about one replica; ask each: {urls}")
         content = await request.body()
         if len(content) > MAX_BODY_BYTES:
             return _refusal(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+        if path in EVERY_REPLICA:
+            return await self._send_to_all(request, content)
         body = _json(content)
-        session = session_of(request.url.path, body)
-        if session is not None and (home := await self._home_of(session, request)) is not None:
-            return await self._forward(request, content, home, session)
+        session = session_of(_raw_path(request), body)
+        if session is not None:
+            session = f"{request.headers.get('authorization', '')}\0{session}"
+            home = await self._home_of(session, request)
+            if home is not None:
+                return await self._send_home(request, content, home, session)
+        return await self._send_to_best(request, content, body, session)
+
+    async def _send_to_best(self, request: Request, content: bytes, body: Any, session: str | None) -> Response:
         tried: set[str] = set()
         while True:
             untried = [backend for backend in self.backends if backend.url not in tried]
@@ -99,45 +117,65 @@ class Router:
             except httpx.ConnectError:
                 backend.is_ready = False
 
+    async def _send_home(self, request: Request, content: bytes, home: Backend, session: str) -> Response:
+        try:
+            return await self._forward(request, content, home, session)
+        except httpx.ConnectError:
+            return _refusal(503, "the replica that has this session is out of reach", {"retry-after": "1"})
+
+    async def _send_to_all(self, request: Request, content: bytes) -> Response:
+        sent = (self.client.send(self._outgoing(request, content, backend)) for backend in self.backends)
+        answers = await asyncio.gather(*sent, return_exceptions=True)
+        came = [answer for answer in answers if isinstance(answer, httpx.Response)]
+        if len(came) < len(answers):
+            return _refusal(502, f"{len(answers) - len(came)} of {len(answers)} replicas did not answer")
+        worst = max(came, key=lambda answer: answer.status_code)
+        return Response(worst.content, worst.status_code, _kept(worst, {"content-encoding"}))
+
     async def _home_of(self, session: str, request: Request) -> Backend | None:
         """The replica that has a session; asked around when it is not remembered (after a restart of the router)."""
         by_url = {backend.url: backend for backend in self.backends}
         if (url := self.sessions.home_of(session)) in by_url:
             return by_url[str(url)]
-        if request.url.path == "/open_session":
-            return None
         headers = {"authorization": request.headers["authorization"]} if "authorization" in request.headers else {}
+        name = quote(session.partition("\0")[2], safe="")
         for backend in self.backends:
             with contextlib.suppress(httpx.HTTPError):
                 answer = await self.client.get(
-                    f"{backend.url}/sessions/{session}", headers=headers, timeout=PROBE_TIMEOUT_S
+                    f"{backend.url}/sessions/{name}", headers=headers, timeout=PROBE_TIMEOUT_S
                 )
                 if answer.status_code == 200:
                     self.sessions.remember(session, backend.url)
                     return backend
         return None
 
-    async def _forward(self, request: Request, content: bytes, backend: Backend, session: str | None) -> Response:
+    def _outgoing(self, request: Request, content: bytes, backend: Backend) -> httpx.Request:
         headers = [(name, value) for name, value in request.headers.raw if name.decode().lower() not in HOP_HEADERS]
-        url = httpx.URL(backend.url).copy_with(path=request.url.path, query=request.url.query.encode() or None)
-        outgoing = self.client.build_request(request.method, url, headers=headers, content=content)
+        query = f"?{request.url.query}" if request.url.query else ""
+        url = f"{backend.url}{_raw_path(request)}{query}"
+        return self.client.build_request(request.method, url, headers=headers, content=content)
+
+    async def _forward(self, request: Request, content: bytes, backend: Backend, session: str | None) -> Response:
+        """Send to this replica.
+
+        Raises:
+            httpx.ConnectError: it cannot be reached, so it does not have the request.
+        """
         backend.num_in_flight += 1
         try:
-            answer = await self._until_headers(outgoing, request)
+            answer = await self._until_headers(self._outgoing(request, content, backend), request)
+        except httpx.HTTPError as error:
+            backend.num_in_flight -= 1
+            if isinstance(error, httpx.ConnectError):
+                raise
+            return _refusal(502, f"the replica did not answer: {type(error).__name__}")
         except ClientDisconnect:
             backend.num_in_flight -= 1
             return Response(status_code=499)
-        except httpx.ConnectError:
-            backend.num_in_flight -= 1
-            if session is not None and self.sessions.home_of(session) == backend.url:
-                return _refusal(503, "the replica that has this session is out of reach", {"retry-after": "1"})
-            raise
-        except httpx.HTTPError as error:
-            backend.num_in_flight -= 1
-            return _refusal(502, f"the replica did not answer: {type(error).__name__}")
-        if request.url.path in ("/open_session", "/close_session") or request.url.path.endswith("/fork"):
+        path = request.url.path
+        if path in ("/open_session", "/close_session") or path.endswith("/fork"):
             return await self._session_answer(request, answer, backend, session)
-        return StreamingResponse(self._body(answer, backend), answer.status_code, _kept(answer))
+        return _Relayed(answer, backend)
 
     async def _until_headers(self, outgoing: httpx.Request, request: Request) -> httpx.Response:
         """The answer's head, unless the client hangs up before; then the replica is told by closing its connection."""
@@ -161,6 +199,8 @@ class Router:
         """Read a session's opening, fork or end, and remember where it lives."""
         try:
             content = await answer.aread()
+        except httpx.HTTPError as error:
+            return _refusal(502, f"the replica's answer broke off: {type(error).__name__}")
         finally:
             await answer.aclose()
             backend.num_in_flight -= 1
@@ -168,16 +208,30 @@ class Router:
             if request.url.path == "/close_session" and session is not None:
                 self.sessions.forget(session)
             elif (opened := _session_in(_json(content))) is not None:
-                self.sessions.remember(opened, backend.url)
-        return Response(content, answer.status_code, _kept(answer))
+                self.sessions.remember(f"{request.headers.get('authorization', '')}\0{opened}", backend.url)
+        return Response(content, answer.status_code, _kept(answer, {"content-encoding"}))
 
-    async def _body(self, answer: httpx.Response, backend: Backend) -> AsyncIterator[bytes]:
+
+class _Relayed(StreamingResponse):
+    """A replica's answer on its way; the replica is told when the client hangs up, also before the first byte."""
+
+    def __init__(self, answer: httpx.Response, backend: Backend) -> None:
+        super().__init__(answer.aiter_raw(), answer.status_code, _kept(answer))
+        self._answer = answer
+        self._backend = backend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for chunk in answer.aiter_raw():
-                yield chunk
+            await super().__call__(scope, receive, send)
         finally:
-            backend.num_in_flight -= 1
-            await answer.aclose()
+            self._backend.num_in_flight -= 1
+            await self._answer.aclose()
+
+
+def _raw_path(request: Request) -> str:
+    """The path as the client wrote it, with its percent signs."""
+    raw: bytes = request.scope.get("raw_path") or request.url.path.encode()
+    return raw.partition(b"?")[0].decode("ascii", "replace")
 
 
 async def _client_gone(request: Request) -> None:
@@ -202,8 +256,9 @@ def _session_in(body: Any) -> str | None:
     return None
 
 
-def _kept(answer: httpx.Response) -> dict[str, str]:
-    return {name: value for name, value in answer.headers.items() if name.lower() not in HOP_HEADERS}
+def _kept(answer: httpx.Response, without: Set[str] = frozenset()) -> dict[str, str]:
+    """The answer's headers that are for the client. Without content-encoding where the body was decoded here."""
+    return {name: value for name, value in answer.headers.items() if name.lower() not in HOP_HEADERS | without}
 
 
 def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 MAX_SESSIONS = 65536
 
@@ -53,7 +54,7 @@ def session_of(path: str, body: Any) -> str | None:
     """The session that a request is about, or None."""
     parts = path.strip("/").split("/")
     if parts[0] == "sessions" and len(parts) > 1:
-        return parts[1]
+        return unquote(parts[1])
     if not isinstance(body, dict):
         return None
     for found in (

@@ -16,6 +16,8 @@ TORCH_NPU_FOR_CANN: Mapping[str, tuple[str, ...]] = {
     "8.3.RC1": ("2.8.0", "2.7.1", "2.6.0.post3"),
 }
 
+VERSION_PARTS = 6
+"""More parts than any version has: what is missing counts as zero."""
 DRIVER_FILE = "/usr/local/Ascend/driver/version.info"
 CANN_FILES = (
     "/usr/local/Ascend/cann/{arch}-linux/ascend_toolkit_install.info",
@@ -54,9 +56,7 @@ def version_key(version: str) -> tuple[tuple[int, int, int], ...]:
         if found := re.fullmatch(r"(rc|post|b|t)?(\d+)(?:rc(\d+))?", part):
             rank = {"rc": -1, "b": -2, "t": -2, "post": 1}.get(found[1] or "", 0)
             key.append((rank, int(found[2]), int(found[3]) if found[3] else 0))
-    while key and key[-1] == (0, 0, 0):
-        key.pop()
-    return tuple(key)
+    return tuple(key + [(0, 0, 0)] * (VERSION_PARTS - len(key)))
 
 
 def documented_cann(torch_npu: str) -> tuple[str, ...]:
