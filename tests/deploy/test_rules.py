@@ -121,7 +121,7 @@ BREAKS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "pod member": (lambda table: table["super_pod_list"][0]["server_list"].pop(), "is in no super pod"),
     "pod stranger": (
         lambda table: table["super_pod_list"][0]["server_list"].append({"server_id": "x"}),
-        "names server x",
+        "name server x",
     ),
     "super device": (
         lambda table: _drop(table["server_list"][0]["device"][0], "super_device_id"),
@@ -137,6 +137,22 @@ def test_each_broken_rule_is_named(fault: str) -> None:
     change, words = BREAKS[fault]
     change(table)
     assert any(words in one for one in check_rank_table(json.dumps(table))), check_rank_table(json.dumps(table))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 3) | st.sampled_from(["", "0", "1.2", "10.0.0.1", "completed"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["device", "server_id", "rank_id"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(
+    table=st.dictionaries(st.sampled_from(["version", "server_list", "super_pod_list", "server_count", "status"]), JSON)
+)
+def test_any_json_is_judged(table: dict[str, Any]) -> None:
+    assert check_rank_table(json.dumps(table))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"server_list": [1]}', '{"server_list": {}}'])
@@ -213,7 +229,7 @@ def test_blocking_launches() -> None:
         ({"serve": {"--page-size": 1}}, "without its leading hyphens"),
         ({"hosts": [npu_host(0, interface=None)]}, "interface: name the interface that owns 10.0.0.1"),
         ({"hosts": [npu_host(0, interface="lo"), npu_host(1)]}, "over lo no other host answers"),
-        ({"hosts": [npu_host(0, devices=[])]}, "list the physical device ids"),
+        ({"hosts": [npu_host(0, devices=[], device_ips=[])]}, "list the physical device ids"),
         ({"hosts": [npu_host(0, devices=[0, 0])]}, "twice"),
         ({"hosts": [npu_host(0, device_ips=["10.0.0.1"])]}, "has 1 entries for 8 devices"),
         ({"hosts": [npu_host(0), npu_host(0)]}, "two hosts have the same name"),
@@ -255,15 +271,21 @@ def clusters(draw: st.DrawFn) -> dict[str, Any]:
     return npu_cluster(hosts=hosts, parallel=parallel, replicas=draw(st.integers(1, 6)))
 
 
+def plan_or_refusal(data: dict[str, Any]) -> Plan | str:
+    try:
+        return make_plan(parse_cluster(data))
+    except ClusterError as error:
+        return str(error)
+
+
 @settings(max_examples=150)
 @given(data=clusters())
 def test_a_plan_gives_each_device_once(data: dict[str, Any]) -> None:
     """Against plain counting: who owns what, in which order, and that a refusal is deserved."""
     nnodes, share = data["parallel"]["nnodes"], data["parallel"]["tensor"] // data["parallel"]["nnodes"]
-    try:
-        plan = make_plan(parse_cluster(data))
-    except ClusterError as error:
-        assert "do not fit" in str(error)
+    plan = plan_or_refusal(data)
+    if isinstance(plan, str):
+        assert "do not fit" in plan
         room = sum(len(host["devices"]) // share for host in data["hosts"])
         assert room < data["replicas"] * nnodes or nnodes > 1
         return

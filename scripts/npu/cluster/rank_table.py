@@ -65,10 +65,10 @@ def check_rank_table(text: str) -> list[str]:
     servers = table.get("server_list")
     if not isinstance(servers, list) or not servers or not all(isinstance(one, dict) for one in servers):
         return ["server_list is missing or empty"]
-    wrong = _check_head(table, servers)
-    wrong += _check_devices(servers)
-    wrong += _check_super_pods(table, servers)
-    return wrong
+    try:
+        return [*_check_head(table, servers), *_check_devices(servers), *_check_super_pods(table, servers)]
+    except (AttributeError, TypeError):
+        return ["a list holds something else than objects; see the vendor's rank table reference"]
 
 
 def _check_head(table: dict[str, Any], servers: list[dict[str, Any]]) -> list[str]:
