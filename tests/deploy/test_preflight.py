@@ -12,6 +12,7 @@ import pytest
 from cluster.evidence import CachedEvidence, LiveEvidence, RecordedEvidence, Recorder
 from cluster.needs import Needs
 from cluster.preflight import CHECKS, run_checks
+from cluster.preflight_cli import main
 from cluster.verdicts import Severity, Verdict, exit_status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,17 +175,21 @@ def test_the_script_on_this_machine_says_what_is_missing(tmp_path: Path) -> None
     assert {one["severity"] for one in found["verdicts"]} <= {"ok", "warn", "fail", "not applicable"}
 
 
-def test_the_script_from_recorded_texts() -> None:
-    healthy = run_script("--from-dir", str(RECORDINGS / "a2-healthy"), "--num-devices", "2", "--num-hosts", "2")
-    assert healthy.returncode == 0, healthy.stdout
-    warned = run_script("--from-dir", str(RECORDINGS / "a3-healthy"), "--num-devices", "2", "--port", "31000")
-    assert warned.returncode == 0, warned.stdout
-    missing = run_script("--from-dir", "/no/such/folder")
-    assert missing.returncode == 2
-    assert (
-        missing.stderr.strip()
-        == "preflight: --from-dir /no/such/folder is no folder; give the folder that --record wrote"
-    )
+def test_the_script_from_recorded_texts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*arguments: str) -> object:
+        monkeypatch.setattr(sys, "argv", ["preflight", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code
+
+    assert run("--from-dir", str(RECORDINGS / "a2-healthy"), "--num-devices", "2", "--num-hosts", "2") == 0
+    assert "0 fail, 0 warn, 13 ok" in capsys.readouterr().out
+    assert run("--from-dir", str(RECORDINGS / "a2-faulty")) == 2
+    assert "process 1333928" not in capsys.readouterr().out  # device 1 is not needed
+    assert run("--from-dir", "/no/such/folder") == 2
+    assert capsys.readouterr().err.startswith("preflight: --from-dir /no/such/folder is no folder")
+    assert run("--devices", "1,0") == 2
+    assert "not ascending" in capsys.readouterr().err
 
 
 def test_warnings_alone_are_status_1(tmp_path: Path) -> None:
