@@ -278,7 +278,7 @@ def plan_or_refusal(data: dict[str, Any]) -> Plan | str:
         return str(error)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(data=clusters())
 def test_a_plan_gives_each_device_once(data: dict[str, Any]) -> None:
     """Against plain counting: who owns what, in which order, and that a refusal is deserved."""
