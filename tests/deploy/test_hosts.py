@@ -259,6 +259,30 @@ def test_what_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
     assert marked_processes(name) == []
 
 
+FAKE_DOCKER = """#!/bin/sh
+echo "$@" >> {folder}/docker-calls
+[ "$1" = run ] || exit 0
+trap '' TERM
+sleep 60
+"""
+
+
+def test_a_container_whose_client_is_killed_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "docker"
+    tool.write_text(FAKE_DOCKER.format(folder=tmp_path))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(hosts, "KILL_MARGIN_S", 0)
+    fields = {"container": {"image": "rung:1"}, "timeouts": {"ready_s": 1, "drain_s": 1}}
+    plan = make_plan(local_cluster(tmp_path, "smollm2-135m-instruct", **fields))
+    with pytest.raises(ClusterError, match="replica-0 not ready after 1 s"):
+        hosts.up(plan, lambda _: None)
+    calls = (tmp_path / "docker-calls").read_text().splitlines()
+    assert calls[0].startswith(f"run --rm --init --name {plan.cluster.name}-replica-0 --network host")
+    assert calls[1] == f"rm -f {plan.cluster.name}-replica-0"
+    assert marked_processes(plan.cluster.name) == []
+
+
 # ssh
 
 FAKE_SSH = """#!{python}

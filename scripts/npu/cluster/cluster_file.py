@@ -93,7 +93,7 @@ class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     image: str
     namespace: Name = "default"
     resource: str = "huawei.com/Ascend910"
-    chip: Literal["910b", "a3"] = "910b"
+    ring_controller: str = "ascend-910b"
     arch: Literal["arm", "x86"] = "arm"
     accelerator_type: str | None = None
     node_selector: dict[str, str] = {}

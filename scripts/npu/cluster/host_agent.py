@@ -95,7 +95,7 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
     stopped = _marked(deployment)
     first = [file for file in files if file.stem in request["first"]]
     for wave in (first, [file for file in files if file not in first]):
-        pids = {_pid_of(file) for file in wave} & stopped.keys()
+        pids = {pid for file in wave if (pid := _pid_of(file)) is not None and pid in stopped}
         for pid in pids:
             _signal(pid, signal.SIGTERM)
         names = {stopped[pid] for pid in pids}

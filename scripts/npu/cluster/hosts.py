@@ -80,7 +80,7 @@ def _node_process(cluster: ClusterFile, replica: Replica, node: Node, api_key: s
     if cluster.container is not None:
         command = container_command(
             cluster.container,
-            f"{cluster.name}-{name}",
+            _container_name(cluster, name),
             ["rung", *words],
             environment,
             node.devices,
@@ -317,12 +317,27 @@ def down(plan: Plan, say: Say) -> None:
         except ClusterError as error:
             problems.append(str(error))
             continue
+        if answer["killed"]:
+            _remove_containers(plan, host)
         said = f"stopped {', '.join(answer['stopped'])}" if answer["stopped"] else "nothing was running"
         say(f"{host.name}: {said}" + (f"; killed {', '.join(answer['killed'])}" if answer["killed"] else ""))
         if answer["left"]:
             problems.append(f"{host.name}: processes {answer['left']} do not end")
     if problems:
         raise ClusterError("\n  ".join(problems))
+
+
+def _remove_containers(plan: Plan, host: Host) -> None:
+    """A client that was killed has told its container nothing."""
+    container = plan.cluster.container
+    if container is not None:
+        processes = [one for one in replicas_of(plan) if one.host.name == host.name]
+        names = [_container_name(plan.cluster, process.name) for process in processes]
+        transport_of(host).run([container.runtime, "rm", "-f", *names])
+
+
+def _container_name(cluster: ClusterFile, process: str) -> str:
+    return f"{cluster.name}-{process}"
 
 
 def _ask(plan: Plan, host: Host, request: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any]:

@@ -232,7 +232,7 @@ def _node_selector(kubernetes: Kubernetes) -> dict[str, str]:
 
 
 def _ring_label(kubernetes: Kubernetes) -> dict[str, str]:
-    return {"ring-controller.atlas": "ascend-910b" if kubernetes.chip == "910b" else "ascend-a3"}
+    return {"ring-controller.atlas": kubernetes.ring_controller}
 
 
 def _labels(cluster: ClusterFile) -> dict[str, str]:

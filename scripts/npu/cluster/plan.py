@@ -222,6 +222,9 @@ def check_plan(plan: Plan) -> list[Finding]:
                 fail(f"{replica.name}: rank table: {one}", change)
                 for one in check_rank_table(json.dumps(replica.table))
             ]
+    containers_need = plan.cluster.container is not None and plan.cluster.parallel.tensor > 1
+    if containers_need and any(host.state_dir.startswith("~") for host in plan.cluster.hosts):
+        findings.append(fail("a container cannot mount a rank table below ~", "give hosts an absolute state_dir"))
     if plan.cluster.parallel.tensor > 1:
         what = "parallel.tensor is more than 1, and this version of rung serve computes on one device"
         findings.append(fail(what, "set parallel.tensor: 1 and more replicas; plan and render work already"))
