@@ -55,7 +55,7 @@ def _read(schema: Any) -> _Operator:
         defaults={
             argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()
         },
-        host_lists=tuple(argument.name for argument in schema.arguments if "int[]" in str(argument.type)),
+        host_lists=tuple(argument.name for argument in schema.arguments if "List[int]" in str(argument.type)),
         kernel=KERNELS[schema.name, schema.overload_name],
     )
 
