@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import npu_calls as calls
 import pytest
 import torch
 import torch.nn.functional as F
 
-import npu_calls as calls
 from devices.npu.emulator import poison, relaxed
 
 
