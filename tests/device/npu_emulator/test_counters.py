@@ -17,7 +17,7 @@ SYNCS: list[tuple[str, Callable[[torch.Tensor], object]]] = [
     ("cpu", lambda x: x.cpu()),
     ("cpu", lambda x: x.tolist()),
     ("cpu", lambda x: torch.empty(3).copy_(x)),
-    ("cpu", lambda x: repr(x)),
+    ("cpu", repr),
     ("nonzero", lambda x: x.nonzero()),
     ("nonzero", lambda x: torch.where(x > 0)),
     ("unique", lambda x: x.unique()),
@@ -53,6 +53,21 @@ def test_work_on_the_device_makes_no_sync() -> None:
     assert counted.counts.uploads == 1
     assert counted.counts.operators["aten::mm"] == 1
     assert torch.equal(pinned, x.cpu())
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda: torch.ones(3).to("npu"),
+        lambda: torch.tensor([1, 2], device="npu"),
+        lambda: torch.zeros(3, device="npu").copy_(torch.ones(3)),
+        lambda: torch.zeros(3, device="npu").__setitem__(slice(0, 2), torch.ones(2)),
+    ],
+)
+def test_an_upload_is_counted(work: Callable[[], object]) -> None:
+    with counting() as counted:
+        work()
+    assert (counted.counts.uploads, counted.counts.num_syncs) == (1, 0)
 
 
 def test_counts_of_a_block_stand_still_after_it() -> None:
@@ -144,6 +159,6 @@ def test_bytes_and_products_cost_time(npu: SimpleNamespace) -> None:
     call = calls.decode(actual_seq_lengths_kv=[10, 1, 2])
     small = sum(call[name].numel() * call[name].element_size() for name in ("query", "block_table"))
     with simulated_time(model) as clock:
-        out, lse = npu.npu_fused_infer_attention_score(**call)
+        out, _ = npu.npu_fused_infer_attention_score(**call)
     kv = 2 * 13 * calls.KV_HEADS * calls.DIM * 2
     assert clock.device_s == pytest.approx(small + kv + out.numel() * 2 + 4)
