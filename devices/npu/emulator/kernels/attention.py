@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from devices.npu.emulator.kernels.attention_rules import AttentionCall, check_attention
@@ -213,7 +214,7 @@ class _Keys:
 
     def pages(self, cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Pages `ids` [rows, pages] of a cache, as [rows, tokens, kv_heads, dim]."""
-        found = cache[ids]
+        found = cache.index_select(0, ids.flatten()).view(*ids.shape, *cache.shape[1:])
         if self.head_major:
             return found.transpose(2, 3).flatten(1, 2)
         return split_heads(found.flatten(1, 2), self.call.num_kv_heads)
@@ -301,25 +302,30 @@ def _decodes_together(call: AttentionCall, layout: Layout, rows: list[Row]) -> b
     return len(rows) > 1 and min(lens) > 0 and max(lens) * len(lens) <= 2 * sum(lens)
 
 
+def _head_major(tokens: torch.Tensor) -> torch.Tensor:
+    """[rows, tokens, kv_heads, dim] as [rows, kv_heads, tokens, dim] in fp32, in memory of its own."""
+    return tokens.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+
+
 def _decode(
     call: AttentionCall, query: torch.Tensor, rows: list[Row], keys: _Keys, result: torch.Tensor, log_sums: torch.Tensor
 ) -> None:
     """Rows of one query each, padded to the longest; entries behind a row's pages are read as its first page."""
     assert call.block_table is not None
-    lens = torch.tensor([row.num_keys for row in rows])
-    pages = -(-int(lens.max()) // call.block_size)
+    lens = [row.num_keys for row in rows]
+    pages = -(-max(lens) // call.block_size)
+    used = -(-np.asarray(lens) // call.block_size)
     table = call.block_table[: len(rows), :pages].long()
-    unused = torch.arange(pages)[None] * call.block_size >= lens[:, None]
-    table = torch.where(unused, table[:, :1], table)
-    behind = torch.arange(pages * call.block_size)[None] >= lens[:, None]
-    # A score of a key behind the end is replaced, whatever it is; a value there, even times a weight of 0, may be NaN.
-    k = keys.pages(call.key, table).float()
-    v = keys.pages(call.value, table).masked_fill_(behind[:, :, None, None], 0.0).float()
+    table = torch.where(torch.from_numpy(np.arange(pages)[None] < used[:, None]), table, table[:, :1])
+    k, v = (_head_major(keys.pages(cache, table)) for cache in (call.key, call.value))
     q = _grouped(query.flatten(0, 1)[: len(rows)], call.num_kv_heads)
-    scores = torch.matmul(q, k.permute(0, 2, 3, 1)).mul_(call.scale)
-    scores.masked_fill_(behind[:, None, None], -torch.inf)
+    scores = torch.matmul(q, k.transpose(2, 3)).mul_(call.scale)
+    for row, length in enumerate(lens):
+        # Whatever lies behind the end: its score is replaced, its value too, for even a weight of 0 times NaN is NaN.
+        scores[row, ..., length:] = -torch.inf
+        v[row, :, length:] = 0.0
     weights, sums = _softmax(scores, None)
-    attended = torch.matmul(weights, v.transpose(1, 2)).flatten(1, 2).to(result.dtype)
+    attended = torch.matmul(weights, v).flatten(1, 2).to(result.dtype)
     result.flatten(0, 1)[: len(rows)] = attended
     # [rows, heads]: a packed layout has its rows along the tokens, another along the batch.
     packed = result.shape[0] == 1
