@@ -14,12 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from devices.npu.emulator.kernels.attention_rules import AttentionCall, check_attention
+from devices.npu.emulator.kernels.attention_rules import MASK_TRAP, AttentionCall, check_attention
 from devices.npu.emulator.kernels.layouts import Layout, from_bsnd, read_layout, split_heads, to_bsnd
 from devices.npu.emulator.rules import ContractViolation, strictness
-
-MASK_TRAP = 512
-"""Keys behind this position are not masked by a mask [1, 1, 1, S] in sparse mode 0 (vllm-ascend #15503)."""
 
 _NOT_EMULATED_V1 = (
     "pse_shift", "dequant_scale1", "quant_scale1", "dequant_scale2", "quant_scale2", "quant_offset2", "antiquant_scale",
@@ -234,7 +231,7 @@ def _attend(
     q = _grouped(query[row.batch, span], call.num_kv_heads)
     k, v = keys.of(row)
     scores = torch.einsum("qhgd,khd->hgqk", q, k) * call.scale
-    masked = _masked(call, row, query.shape[1])
+    masked = _masked(call, row)
     if masked is not None:
         scores = scores.masked_fill(masked, -torch.inf)
     weights, sums = _softmax(scores, call.sink)
@@ -260,10 +257,10 @@ def _softmax(scores: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Ten
     return weights / total.masked_fill(total == 0, 1.0), sums
 
 
-def _masked(call: AttentionCall, row: Row, query_len: int) -> torch.Tensor | None:
+def _masked(call: AttentionCall, row: Row) -> torch.Tensor | None:
     """True where a query does not see a key, [queries, keys]; None when it sees all."""
     queries, keys = row.num_queries, row.num_keys
-    mode = call.effective_mode(query_len)
+    mode = call.effective_mode
     if mode in (0, 1):
         return _explicit(call, row)
     shift = 0 if mode == 2 else keys - queries
@@ -286,7 +283,7 @@ def _explicit(call: AttentionCall, row: Row) -> torch.Tensor | None:
     else:
         part = mask.view(mask.shape[-2], mask.shape[-1])
     part = part[: row.num_queries, : row.num_keys].bool()
-    if not strictness().masks and mask.dim() == 4 and mask.shape[:3] == (1, 1, 1) and mask.shape[3] > MASK_TRAP:
+    if not strictness().masks and mask.dim() == 4 and mask.shape[:3] == (1, 1, 1):
         part = part.clone()
         part[:, MASK_TRAP:] = False
     return part
@@ -296,7 +293,7 @@ def _decodes_together(call: AttentionCall, layout: Layout, rows: list[Row]) -> b
     """Whether all rows are one query over paged keys without a mask of their own, and padding them costs little."""
     if not call.paged or call.sink is not None or not all(row.num_queries == 1 for row in rows):
         return False
-    if call.mask is not None and call.effective_mode(1 if not layout.packed else 2) != 3:
+    if call.mask is not None and not (layout.packed and call.sparse_mode == 3):
         return False
     lens = [row.num_keys for row in rows]
     return len(rows) > 1 and min(lens) > 0 and max(lens) * len(lens) <= 2 * sum(lens)
