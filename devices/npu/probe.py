@@ -1,0 +1,103 @@
+"""Finds an NPU, or the one thing that is missing: every way in which a machine has none ends in one line.
+
+`torch_npu` is imported here and nowhere else, when a device is opened. Installed without CANN it breaks `import torch`
+itself, because torch loads installed backends: `TORCH_DEVICE_BACKEND_AUTOLOAD=0` keeps torch from doing so, and then this
+module says what is missing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from devices.npu.chips import CHIPS, Chip, chip_of
+from devices.registry import DeviceUnavailable
+
+VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
+DRIVER = Path("/dev/davinci_manager")
+SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A usable NPU.
+
+    Attributes:
+        operators: what has torch_npu's functions: the module, or the emulator's stand-in for it.
+        versions: for people.
+    """
+
+    operators: Any
+    chip: Chip
+    name: str
+    versions: str
+    is_emulated: bool
+
+
+def find_npu() -> Found:
+    """The NPU of this process. Raises DeviceUnavailable with one line."""
+    if find_spec("torch_npu") is None:
+        raise DeviceUnavailable("torch_npu is not installed (pip install 'rung[npu]' on a machine with CANN)")
+    visible = os.environ.get(VISIBLE_DEVICES)
+    if visible is not None and not visible.strip():
+        raise DeviceUnavailable(f"{VISIBLE_DEVICES} is empty, which hides every NPU; unset it or name some, like 0,1")
+    torch_npu = _import_torch_npu()
+    import torch
+
+    if not torch.npu.is_available() or torch.npu.device_count() == 0:
+        raise DeviceUnavailable(_why_none(visible))
+    name = str(torch.npu.get_device_name())
+    versions = f"torch {torch.__version__}, torch_npu {getattr(torch_npu, '__version__', '?')}"
+    return Found(torch_npu, _known(name), name, versions, False)
+
+
+def find_emulated() -> Found:
+    """The emulated NPU. Raises DeviceUnavailable where a real torch_npu is loaded: they cannot share a process."""
+    import sys
+
+    if "torch_npu" in sys.modules:
+        raise DeviceUnavailable("torch_npu is loaded, and the emulator needs a process without it")
+    from devices.npu import emulator
+
+    try:
+        emulator.install()
+    except (RuntimeError, AttributeError) as error:
+        raise DeviceUnavailable(f"the emulated NPU cannot be installed in this torch: {_first_line(error)}") from error
+    import torch
+
+    name = str(torch.npu.get_device_name())
+    return Found(emulator.operators(), _known(name), name, f"torch {torch.__version__}", True)
+
+
+def _import_torch_npu() -> Any:
+    try:
+        import torch_npu
+    except ImportError as error:
+        line = _first_line(error)
+        raise DeviceUnavailable(f"torch_npu is installed and CANN is not usable: {line} ({SET_ENV})") from error
+    except Exception as error:
+        raise DeviceUnavailable(f"torch_npu is installed and cannot be imported: {_first_line(error)}") from error
+    return torch_npu
+
+
+def _why_none(visible: str | None) -> str:
+    if not DRIVER.exists():
+        return f"CANN is here and no Ascend driver is: {DRIVER} does not exist (in a container, pass it with --device)"
+    if visible is not None:
+        return f"no NPU is visible: {VISIBLE_DEVICES}={visible} names none that npu-smi info lists"
+    return "no NPU is visible: npu-smi info must list one, and a container needs --device /dev/davinciN"
+
+
+def _known(name: str) -> Chip:
+    chip = chip_of(name)
+    if chip is None:
+        families = ", ".join(chip.family for chip in CHIPS)
+        raise DeviceUnavailable(f"{name} is not a chip that Rung knows; it knows {families} (devices/npu/chips.py)")
+    return chip
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
