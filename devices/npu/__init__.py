@@ -2,8 +2,8 @@
 torch_npu.
 
 `probe.py` finds the NPU or says what is missing, `device.py` opens it, `attention.py`, `operators.py` and `graphs.py`
-run on it, and every call of a torch_npu operator goes through a checked builder in `arguments/`. `emulator/` runs all of
-this on the CPU, with the operators' real schemas and stricter than hardware.
+run on it, and every call of a torch_npu operator goes through a checked builder in `arguments/`. `emulator/` runs all
+of this on the CPU, with the operators' real schemas and stricter than hardware.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Paged attention on an NPU: slots are written by `npu_scatter_pa_kv_cache`, rows read by fused inference attention.
 
-Requests with one new token (decode) are one call; every other request is a call of its own, because with more query tokens
-the operator wants all rows to have as many. KV is `[pages, page_size, num_kv_heads, head_dim]`, seen by attention as
+Requests with one new token (decode) are one call; every other request is a call of its own, because with more query
+tokens the operator wants all rows to have as many. KV is `[pages, page_size, num_kv_heads, head_dim]`, seen by attention as
 `[pages, page_size, num_kv_heads * head_dim]`.
 
 A window reads no page that lies behind it. With several query tokens the operator's band does the rest; with one it
@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from devices.base import AttentionMetadata, KvLayer
-from devices.npu.arguments.attention import BAND, CAUSAL, V1, AttentionShape, PagedAttention
+from devices.npu.arguments.attention import BAND, CAUSAL, AttentionShape, PagedAttention
 from devices.npu.arguments.kv_write import KvWrite, host_slots
 
 
@@ -80,8 +80,8 @@ class NpuAttention:
             tokens = self._to_device((ends[decoding] - 1).astype(np.int64))
             self._groups.append(_Group(tokens, self._decode(step, decoding)))
         for row in np.flatnonzero(step.query_lens > 1).tolist():
-            tokens = slice(int(ends[row] - step.query_lens[row]), int(ends[row]))
-            self._groups.append(_Group(tokens, self._prefill(step, row)))
+            span = slice(int(ends[row] - step.query_lens[row]), int(ends[row]))
+            self._groups.append(_Group(span, self._prefill(step, row)))
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KvLayer) -> torch.Tensor:
         """See `devices.base.AttentionBackend.forward`."""

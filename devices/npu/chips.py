@@ -1,7 +1,7 @@
 """The Ascend chips that Rung knows, by the name that the driver gives them, and what each can do.
 
-Facts are those of the operators' documentation (torch_npu 2.13) and of engines that serve on these chips; nothing here was
-measured. A chip that is not in the table is refused rather than guessed at.
+Facts are those of the operators' documentation (torch_npu 2.13) and of engines that serve on these chips; nothing here
+was measured. A chip that is not in the table is refused rather than guessed at.
 """
 
 from __future__ import annotations

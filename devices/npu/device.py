@@ -31,8 +31,8 @@ class NpuDevice:
 
     def __init__(self, name: str, found: Found, kernels: KernelChoice = "auto") -> None:
         self.name = name
-        self._npu = found.operators
-        self.torch_device = torch.device("npu", torch.npu.current_device())
+        self._npu, self._runtime = found.operators, found.runtime
+        self.torch_device = torch.device("npu", self._runtime.current_device())
         self._triangle: torch.Tensor | None = None
         self._graph_pool: Any = None
         total = self.memory().total_bytes
@@ -52,7 +52,7 @@ class NpuDevice:
         return about
 
     def memory(self) -> MemoryInfo:
-        free, total = torch.npu.mem_get_info()
+        free, total = self._runtime.mem_get_info()
         return MemoryInfo(total, free)
 
     def kv_layer(
@@ -96,8 +96,8 @@ class NpuDevice:
     def capture(self, run: Callable[[], None], backends: Sequence[AttentionBackend], num_rows: int) -> CapturedGraph:
         own = [backend for backend in backends if isinstance(backend, NpuAttention)]
         if self._graph_pool is None:
-            self._graph_pool = torch.npu.graph_pool_handle()
-        return capture(run, own, num_rows, self._graph_pool)
+            self._graph_pool = self._runtime.graph_pool_handle()
+        return capture(self._runtime, run, own, num_rows, self._graph_pool)
 
     def synchronize(self) -> None:
-        torch.npu.synchronize()
+        self._runtime.synchronize()

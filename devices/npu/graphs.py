@@ -1,16 +1,14 @@
 """A captured decode step: `NPUGraph`, its host lengths brought up to date before every replay.
 
-An NPU's attention takes lengths from the host, and a capture keeps those of its time. torch_npu can give the captured calls
-new ones (`update`), on a stream of its own; in the graph each of them waits for an event that the update records. Error
-207008 at capture means that the device ran out of streams and events: fewer buckets (`--cuda-graph-max-bs`) need fewer.
+An NPU's attention takes lengths from the host, and a capture keeps those of its time. torch_npu can give the captured
+calls new ones (`update`), on a stream of its own; in the graph each of them waits for an event that the update records.
+Error 207008 at capture means that the device ran out of streams and events.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from devices.base import AttentionMetadata
 from devices.npu.arguments.graph import graph_update
@@ -23,12 +21,12 @@ WARM_UPS = 2
 class NpuGraph:
     """See `devices.base.CapturedGraph`."""
 
-    def __init__(self, graph: Any, calls: Sequence[tuple[str, NpuAttention]], num_rows: int) -> None:
-        """`calls`: operator and backend of each captured call that takes lengths, in order."""
+    def __init__(self, runtime: Any, graph: Any, calls: Sequence[tuple[str, NpuAttention]], num_rows: int) -> None:
+        """`runtime`: what has torch.npu's functions; `calls`: operator and backend of each captured call that takes lengths, in order."""
         self._graph, self._num_rows = graph, num_rows
         self._operators = [operator for operator, _ in calls]
         self._backends = [backend for _, backend in calls]
-        self._done = torch.npu.Event()
+        self._done = runtime.Event()
         self._done.record()
 
     def replay(self, step: AttentionMetadata) -> None:
@@ -41,24 +39,26 @@ class NpuGraph:
         self._done.record()
 
 
-def capture(run: Callable[[], None], backends: Sequence[NpuAttention], num_rows: int, pool: Any) -> NpuGraph:
+def capture(
+    runtime: Any, run: Callable[[], None], backends: Sequence[NpuAttention], num_rows: int, pool: Any
+) -> NpuGraph:
     """See `devices.base.Device.capture`; `pool` is memory that all graphs of a device share."""
     for backend in backends:
         backend.fix()
     for _ in range(WARM_UPS):
         run()
-    torch.npu.synchronize()
+    runtime.synchronize()
     calls = _Calls()
     for backend in backends:
         backend.record(calls.of(backend))
-    graph = torch.npu.NPUGraph()
+    graph = runtime.NPUGraph()
     try:
-        with torch.npu.graph(graph, pool=pool, auto_dispatch_capture=True):
+        with runtime.graph(graph, pool=pool, auto_dispatch_capture=True):
             run()
     finally:
         for backend in backends:
             backend.record(None)
-    return NpuGraph(graph, calls.all, num_rows)
+    return NpuGraph(runtime, graph, calls.all, num_rows)
 
 
 class _Calls:

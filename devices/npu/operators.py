@@ -53,6 +53,6 @@ class NpuOperators:
     def _wide(self, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Both halves of a head, [1, tokens, 1, dim]; made once a step, for all layers turn by the same tensors."""
         if self._turns is None or self._turns[0] is not cos or self._turns[1].dtype != dtype:
-            wide = (torch.cat([part, part], dim=-1).to(dtype)[None, :, None] for part in (cos, sin))
-            self._turns = (cos, *wide)
+            wide_cos, wide_sin = (torch.cat([part, part], dim=-1).to(dtype)[None, :, None] for part in (cos, sin))
+            self._turns = (cos, wide_cos, wide_sin)
         return self._turns[1], self._turns[2]

@@ -1,8 +1,8 @@
 """Finds an NPU, or the one thing that is missing: every way in which a machine has none ends in one line.
 
 `torch_npu` is imported here and nowhere else, when a device is opened. Installed without CANN it breaks `import torch`
-itself, because torch loads installed backends: `TORCH_DEVICE_BACKEND_AUTOLOAD=0` keeps torch from doing so, and then this
-module says what is missing.
+itself, because torch loads installed backends: `TORCH_DEVICE_BACKEND_AUTOLOAD=0` keeps torch from doing so, and then
+this module says what is missing.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ class Found:
 
     Attributes:
         operators: what has torch_npu's functions: the module, or the emulator's stand-in for it.
+        runtime: what has those of `torch.npu`.
         versions: for people.
     """
 
     operators: Any
+    runtime: Any
     chip: Chip
     name: str
     versions: str
@@ -47,11 +49,12 @@ def find_npu() -> Found:
     torch_npu = _import_torch_npu()
     import torch
 
-    if not torch.npu.is_available() or torch.npu.device_count() == 0:
+    runtime = torch_npu.npu
+    if not runtime.is_available() or runtime.device_count() == 0:
         raise DeviceUnavailable(_why_none(visible))
-    name = str(torch.npu.get_device_name())
+    name = str(runtime.get_device_name())
     versions = f"torch {torch.__version__}, torch_npu {getattr(torch_npu, '__version__', '?')}"
-    return Found(torch_npu, _known(name), name, versions, False)
+    return Found(torch_npu, runtime, _known(name), name, versions, False)
 
 
 def find_emulated() -> Found:
@@ -68,8 +71,9 @@ def find_emulated() -> Found:
         raise DeviceUnavailable(f"the emulated NPU cannot be installed in this torch: {_first_line(error)}") from error
     import torch
 
-    name = str(torch.npu.get_device_name())
-    return Found(emulator.operators(), _known(name), name, f"torch {torch.__version__}", True)
+    runtime: Any = vars(torch)["npu"]
+    name = str(runtime.get_device_name())
+    return Found(emulator.operators(), runtime, _known(name), name, f"torch {torch.__version__}", True)
 
 
 def _import_torch_npu() -> Any:
