@@ -49,7 +49,6 @@ class CpuDevice:
             slot_dtype="int64",
             table_dtype="int32",
             masks=frozenset({"causal", "window"}),
-            float64=True,
             collectives="gloo" if torch.distributed.is_available() else None,
         )
         self._library, reason = None, "kernels: plain torch, as asked"

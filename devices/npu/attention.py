@@ -1,8 +1,8 @@
 """Paged attention on an NPU: slots are written by `npu_scatter_pa_kv_cache`, rows read by fused inference attention.
 
 Requests with one new token (decode) are one call; every other request is a call of its own, because with more query
-tokens the operator wants all rows to have as many. KV is `[pages, page_size, num_kv_heads, head_dim]`, seen by attention as
-`[pages, page_size, num_kv_heads * head_dim]`.
+tokens the operator wants all rows to have as many. KV is `[pages, page_size, num_kv_heads, head_dim]`, seen by
+attention as `[pages, page_size, num_kv_heads * head_dim]`.
 
 A window reads no page that lies behind it. With several query tokens the operator's band does the rest; with one it
 ignores the band, so the tokens of the first page that are too old are masked:

@@ -22,7 +22,8 @@ class NpuGraph:
     """See `devices.base.CapturedGraph`."""
 
     def __init__(self, runtime: Any, graph: Any, calls: Sequence[tuple[str, NpuAttention]], num_rows: int) -> None:
-        """`runtime`: what has torch.npu's functions; `calls`: operator and backend of each captured call that takes lengths, in order."""
+        """`runtime`: what has torch.npu's functions; `calls`: operator and backend of each captured call that takes
+        lengths, in order."""
         self._graph, self._num_rows = graph, num_rows
         self._operators = [operator for operator, _ in calls]
         self._backends = [backend for _, backend in calls]
