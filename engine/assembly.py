@@ -109,17 +109,10 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
         chunk_tokens=chunk_tokens(config.chunk_tokens, capabilities, page_size),
     )
     vocab_size = min(model_config.vocab_size, tokenizer.vocab_size)
+    sizes = _graph_sizes(config, capabilities, model, pool)
     core = EngineCore(
         scheduler,
-        ModelRunner(
-            model,
-            device,
-            kv,
-            allocator.geometry,
-            pool.num_rows,
-            vocab_size,
-            _graph_sizes(config, capabilities, model, pool),
-        ),
+        ModelRunner(model, device, kv, allocator.geometry, pool.num_rows, vocab_size, sizes),
         context_len=context_len,
         vocab_size=vocab_size,
         eos_token_ids=frozenset(model_config.eos_token_ids) | tokenizer.eos_token_ids,

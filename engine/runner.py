@@ -111,10 +111,10 @@ class ModelRunner:
         scores = None if step.scores is None else self._scores(step.scores, hidden, logits, sampled.token_ids)
         # A chunk without logits is judged by its last hidden state: attention carries a NaN of its KV there.
         parts = torch.isfinite(ends).all(dim=-1), sampled.is_finite, sampled.token_ids
-        is_finite, is_sampled_finite, tokens = _read_back(*parts)
-        is_finite[step.is_sampled] &= is_sampled_finite
+        finite, sampled_finite, tokens = _read_back(*parts)
+        is_finite = finite != 0
+        is_finite[step.is_sampled] &= sampled_finite != 0
         self.device_s = time.perf_counter() - started
-        is_finite = is_finite.astype(np.bool_)
         has_token = step.is_sampled & is_finite
         new_tokens = tokens[is_finite[step.is_sampled]].astype(np.int32)
         return StepOutput(step.step_id, has_token.astype(np.int32), new_tokens, is_finite, scores)

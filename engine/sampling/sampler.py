@@ -71,9 +71,9 @@ def sample(logits: torch.Tensor, columns: SamplingColumns) -> Sampled:
     is_finite = torch.isfinite(best)
     drawn = np.flatnonzero((columns.temperature > 0) & (columns.top_k != 1))
     if len(drawn) and not logits.is_cpu:
-        rows = torch.from_numpy(drawn).to(logits.device)
-        chosen = sample(logits[rows].cpu(), columns.of(drawn))
-        greedy.index_copy_(0, rows, chosen.token_ids.to(logits.device))
+        places = torch.from_numpy(drawn).to(logits.device)
+        chosen = sample(logits[places].cpu(), columns.of(drawn))
+        greedy.index_copy_(0, places, chosen.token_ids.to(logits.device))
         return Sampled(greedy, is_finite)
     token_ids = greedy
     if len(drawn):

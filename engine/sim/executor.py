@@ -6,6 +6,8 @@ the last step are spoiled, then the new tokens are written and everything is rea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from devices.base import Capabilities
