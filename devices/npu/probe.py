@@ -58,22 +58,17 @@ def find_npu() -> Found:
 
 
 def find_emulated() -> Found:
-    """The emulated NPU. Raises DeviceUnavailable where a real torch_npu is loaded: they cannot share a process."""
-    import sys
-
-    if "torch_npu" in sys.modules:
-        raise DeviceUnavailable("torch_npu is loaded, and the emulator needs a process without it")
+    """The emulated NPU. Raises DeviceUnavailable in a process that has a real one."""
     from devices.npu import emulator
 
     try:
-        emulator.install()
-    except (RuntimeError, AttributeError) as error:
-        raise DeviceUnavailable(f"the emulated NPU cannot be installed in this torch: {_first_line(error)}") from error
+        operators = emulator.operators()
+    except emulator.EmulatorUnavailable as error:
+        raise DeviceUnavailable(str(error)) from error
     import torch
 
-    runtime: Any = vars(torch)["npu"]
-    name = str(runtime.get_device_name())
-    return Found(emulator.operators(), runtime, _known(name), name, f"torch {torch.__version__}", True)
+    name = str(operators.npu.get_device_name())
+    return Found(operators, operators.npu, _known(name), name, f"torch {torch.__version__}", True)
 
 
 def _import_torch_npu() -> Any:
