@@ -68,7 +68,9 @@ def install() -> None:
 
         setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
         if setup is None:
-            raise EmulatorUnavailable(f"torch {torch.__version__} cannot have a device in Python; it needs 2.10 or later")
+            raise EmulatorUnavailable(
+                f"torch {torch.__version__} cannot have a device in Python; it needs 2.10 or later"
+            )
         if torch._C._get_privateuse1_backend_name() != "privateuseone":
             taken = torch._C._get_privateuse1_backend_name()
             raise EmulatorUnavailable(f"this process already has a device {taken!r} (torch_npu was imported?)")

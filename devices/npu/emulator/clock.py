@@ -109,7 +109,9 @@ def _touched(launch: Launch, tensor: torch.Tensor) -> float:
         return float("inf")
     lens = next((kwargs[name] for name in _KEY_LENS if kwargs.get(name) is not None), None)
     if lens is not None and kwargs.get("block_table") is not None:
-        per_token = tensor.shape[-1] if tensor.dim() == 3 else tensor.shape[-1] * tensor.shape[-3 if tensor.dim() > 3 else -2]
+        per_token = (
+            tensor.shape[-1] if tensor.dim() == 3 else tensor.shape[-1] * tensor.shape[-3 if tensor.dim() > 3 else -2]
+        )
         return float(sum(map(int, lens)) * per_token * tensor.element_size())
     new = kwargs.get("updates")
     if isinstance(new, torch.Tensor):

@@ -40,14 +40,17 @@ _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index
 _VIEWS = ("view", "as_strided", "_reshape_alias", "unfold", "set_.source_Tensor", "set_.source_Storage_storage_offset")
 """Operators that only write a shape over a storage: the CPU's own kernels do it for any device."""
 
-_DIRECT = """
-add.Tensor sub.Tensor mul.Tensor div.Tensor neg abs exp log sqrt rsqrt reciprocal sigmoid silu tanh gelu cos sin pow.Tensor_Scalar
-clamp where.self maximum minimum mm bmm addmm cat stack index.Tensor index_select gather sum.dim_IntList mean.dim amax
-amin argmax topk sort.stable cumsum _softmax _log_softmax eq.Scalar eq.Tensor ne.Scalar lt.Scalar lt.Tensor le.Scalar
-le.Tensor gt.Scalar gt.Tensor ge.Scalar ge.Tensor bitwise_and.Tensor bitwise_or.Tensor any all.dim any.dim scatter.src
-add_.Tensor mul_.Tensor sub_.Tensor div_.Tensor embedding zero_ fill_.Scalar masked_fill.Scalar masked_fill_.Scalar triu tril
-clone zeros full arange.start_step ones zeros_like full_like ones_like _unsafe_view
-""".split()
+_DIRECT = (
+    "add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal",
+    "sigmoid", "silu", "tanh", "gelu", "cos", "sin", "pow.Tensor_Scalar", "clamp", "where.self", "maximum", "minimum",
+    "mm", "bmm", "addmm", "cat", "stack", "index.Tensor", "index_select", "gather", "sum.dim_IntList", "mean.dim",
+    "amax", "amin", "argmax", "topk", "sort.stable", "cumsum", "_softmax", "_log_softmax", "eq.Scalar", "eq.Tensor",
+    "ne.Scalar", "lt.Scalar", "lt.Tensor", "le.Scalar", "le.Tensor", "gt.Scalar", "gt.Tensor", "ge.Scalar",
+    "ge.Tensor", "bitwise_and.Tensor", "bitwise_or.Tensor", "any", "all.dim", "any.dim", "scatter.src", "add_.Tensor",
+    "mul_.Tensor", "sub_.Tensor", "div_.Tensor", "embedding", "zero_", "fill_.Scalar", "masked_fill.Scalar",
+    "masked_fill_.Scalar", "triu", "tril", "clone", "zeros", "full", "arange.start_step", "ones", "zeros_like",
+    "full_like", "ones_like", "_unsafe_view", "convolution",
+)  # fmt: skip
 """Common operators that torch would split into an allocation and an `out=` form: one call instead of two or three."""
 
 _HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -176,7 +179,8 @@ def _call_writing(plan: _Plan, operands: _Operands, args: list[Any], kwargs: dic
         # Memory behind a capsule cannot grow: the host faces get memory of their own, the npu tensors follow below.
         if "not resizable" not in str(error):
             raise
-        copies = {id(host): host.clone() for _, host in operands.pairs.values()}
+        # The failed attempt may have changed a host face's shape, hence fresh ones.
+        copies = {id(host): on_host(tensor).clone() for tensor, host in operands.pairs.values()}
         operands.pairs = {key: (tensor, copies[id(host)]) for key, (tensor, host) in operands.pairs.items()}
 
         def grown(value: Any) -> Any:
@@ -294,11 +298,12 @@ _libraries: list[torch.library.Library] = []
 
 def install() -> None:
     """Register everything above for the device; once for the process."""
-    everything = torch.library.Library("_", "IMPL")
+    library: Any = torch.library.Library
+    everything = library("_", "IMPL")
     everything.fallback(fallback, "PrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    aten = torch.library.Library("aten", "IMPL")
-    kernels = {
+    aten = library("aten", "IMPL")
+    kernels: dict[str, Any] = {
         "copy_": copy_,
         "_copy_from": _copy_from,
         "_to_copy": _to_copy,
@@ -316,16 +321,20 @@ def install() -> None:
     for name, kernel in kernels.items():
         aten.impl(name, kernel, "PrivateUse1")
     _libraries.extend((everything, aten))
-    _patch_deepcopy()
+    _patch_tensor()
 
 
-def _patch_deepcopy() -> None:
-    """`copy.deepcopy` of a tensor reads its storage in a way that only C++ devices support; npu tensors are cloned."""
-    original: Any = torch.Tensor.__deepcopy__
+def _patch_tensor() -> None:
+    """Two methods of `Tensor` that only work for devices in C++: both ask whether the tensor is ours first.
+
+    `copy.deepcopy` reads the storage in its own way: npu tensors are cloned. `repr` computes in float64 on the device.
+    """
+    deepcopy_of: Any = torch.Tensor.__deepcopy__
+    repr_of: Any = torch.Tensor.__repr__
 
     def deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> Any:
         if not is_npu(self) or not self.is_leaf:
-            return original(self, memo)
+            return deepcopy_of(self, memo)
         if id(self) not in memo:
             copied = self.detach().clone()
             if isinstance(self, torch.nn.Parameter):
@@ -335,4 +344,11 @@ def _patch_deepcopy() -> None:
             memo[id(self)] = copied
         return memo[id(self)]
 
-    torch.Tensor.__deepcopy__ = deepcopy  # type: ignore[assignment, method-assign]
+    def show(self: torch.Tensor, **options: Any) -> str:
+        if not is_npu(self):
+            return str(repr_of(self, **options))
+        host_waits("cpu")
+        return f"{repr_of(on_host(self.detach()), **options)[:-1]}, device='{self.device}')"
+
+    patched: Any = torch.Tensor
+    patched.__deepcopy__, patched.__repr__ = deepcopy, show

@@ -19,10 +19,13 @@ from devices.npu.emulator.graph import snapshot
 from devices.npu.emulator.kernels import KERNELS
 from devices.npu.emulator.launch import launched, observers
 from devices.npu.emulator.rules import DOCS, ContractViolation, strictness
-from devices.npu.emulator.schemas import SCHEMAS
+from devices.npu.emulator.schemas import SCHEMAS, SOURCE
 from devices.npu.emulator.storage import on_host, on_npu
 
-HOST_TENSORS = {("atb::_npu_paged_attention", "context_lens"), ("atb::_npu_paged_attention_get_workspace", "context_lens")}
+HOST_TENSORS = {
+    ("atb::_npu_paged_attention", "context_lens"),
+    ("atb::_npu_paged_attention_get_workspace", "context_lens"),
+}
 """Tensor arguments that live on the host."""
 
 
@@ -49,7 +52,9 @@ def _read(schema: Any) -> _Operator:
     return _Operator(
         name=schema.name,
         arguments=tuple(argument.name for argument in schema.arguments),
-        defaults={argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()},
+        defaults={
+            argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()
+        },
         host_lists=tuple(argument.name for argument in schema.arguments if "int[]" in str(argument.type)),
         kernel=KERNELS[schema.name, schema.overload_name],
     )
@@ -67,6 +72,8 @@ def _launch(operator: _Operator) -> Callable[..., Any]:
                 if value.is_cpu:
                     _check_host_tensor(operator, name)
                     continue
+                if _is_host(operator, name) and strictness().host_lists:
+                    raise ContractViolation("host-lists", operator.name, f"{name} is on the NPU; it must be on the CPU")
                 index = value.device.index
                 host = on_host(value)
                 faces.append((host, value))
@@ -124,7 +131,9 @@ class Front:
     def __init__(self, namespace: str, name: str, overloads: dict[str, _Operator]) -> None:
         self.__name__ = name
         self._overloads = {
-            overload: _FrontOverload(getattr(getattr(getattr(torch.ops, namespace), name), overload), overload, operator)
+            overload: _FrontOverload(
+                getattr(getattr(getattr(torch.ops, namespace), name), overload), overload, operator
+            )
             for overload, operator in overloads.items()
         }
         for overload, front in self._overloads.items():
@@ -171,7 +180,7 @@ def _kind(value: Any) -> str:
     return type(value).__name__
 
 
-_libraries: dict[str, torch.library.Library] = {}
+_libraries: dict[str, Any] = {}
 """torch drops a library's operators when the object dies."""
 
 _fronts: dict[str, Front] = {}
@@ -179,12 +188,13 @@ _fronts: dict[str, Front] = {}
 
 def install() -> None:
     """Define the operators with the vendor's schemas; once for the process."""
+    make: Any = torch.library.Library
     found: dict[tuple[str, str], dict[str, _Operator]] = {}
     for text in SCHEMAS:
         schema = torch._C.parse_schema(text)
         namespace, name = schema.name.split("::")
         if namespace not in _libraries:
-            _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+            _libraries[namespace] = make(namespace, "FRAGMENT")
         library = _libraries[namespace]
         library.define(text.partition("::")[2])
         operator = _read(schema)
@@ -196,4 +206,5 @@ def install() -> None:
 
 def namespace() -> SimpleNamespace:
     """What `import torch_npu` would give: its functions, and `npu`."""
-    return SimpleNamespace(**_fronts, npu=torch.npu, __version__="2.13.0 (emulated)")
+    backend: Any = torch
+    return SimpleNamespace(**_fronts, npu=backend.npu, __version__=f"{SOURCE.split()[1]} (emulated)")

@@ -22,8 +22,8 @@ _capsule_pointer: Any = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype = ctypes.c_void_p
 _capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 _device_field = ctypes.c_uint64.from_address
-_to_dlpack: Any = torch._C._to_dlpack  # type: ignore[attr-defined]
-_from_dlpack: Any = torch._C._from_dlpack  # type: ignore[attr-defined]
+_to_dlpack: Any = torch._C._to_dlpack
+_from_dlpack: Any = torch._C._from_dlpack
 
 
 def _alias(tensor: torch.Tensor, device: int) -> torch.Tensor:

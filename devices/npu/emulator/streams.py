@@ -34,9 +34,9 @@ class Stream:
         self.priority = priority
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Stream)
-            and (other.device_index, other.stream_id) == (self.device_index, self.stream_id)
+        return isinstance(other, Stream) and (other.device_index, other.stream_id) == (
+            self.device_index,
+            self.stream_id,
         )
 
     def __hash__(self) -> int:

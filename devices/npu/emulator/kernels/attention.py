@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from devices.npu.emulator.kernels.attention_rules import AttentionCall, check_attention
-from devices.npu.emulator.kernels.layouts import Layout, from_bsnd, read_layout, to_bsnd
+from devices.npu.emulator.kernels.layouts import Layout, from_bsnd, read_layout, split_heads, to_bsnd
 from devices.npu.emulator.rules import ContractViolation, strictness
 
 MASK_TRAP = 512
@@ -207,14 +207,22 @@ class _Keys:
             )
         pages = -(-row.num_keys // self.call.block_size)
         ids = self.table[row.index, :pages].long()
-        return tuple(self.pages(cache, ids[None])[0, : row.num_keys].float() for cache in (self.call.key, self.call.value))  # type: ignore[return-value]
+        return tuple(
+            self.pages(cache, ids[None])[0, : row.num_keys].float() for cache in (self.call.key, self.call.value)
+        )  # type: ignore[return-value]
 
     def pages(self, cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Pages `ids` [rows, pages] of a cache, as [rows, tokens, kv_heads, dim]."""
         found = cache[ids]
         if self.head_major:
             return found.transpose(2, 3).flatten(1, 2)
-        return found.flatten(1, 2).unflatten(-1, (self.call.num_kv_heads, -1))
+        return split_heads(found.flatten(1, 2), self.call.num_kv_heads)
+
+
+def _grouped(queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """[queries, heads, dim] as [queries, kv_heads, group, dim] in fp32."""
+    num, heads, dim = queries.shape
+    return queries.float().reshape(num, num_kv_heads, heads // num_kv_heads, dim)
 
 
 def _attend(
@@ -222,7 +230,7 @@ def _attend(
 ) -> None:
     """One row's queries over its keys."""
     span = slice(row.start, row.start + row.num_queries)
-    q = query[row.batch, span].float().unflatten(1, (call.num_kv_heads, -1))
+    q = _grouped(query[row.batch, span], call.num_kv_heads)
     k, v = keys.of(row)
     scores = torch.einsum("qhgd,khd->hgqk", q, k) * call.scale
     masked = _masked(call, row, query.shape[1])
@@ -306,7 +314,7 @@ def _decode(
     behind = torch.arange(pages * call.block_size)[None] >= lens[:, None]
     k = keys.pages(call.key, table).float().masked_fill_(behind[:, :, None, None], 0.0)
     v = keys.pages(call.value, table).float().masked_fill_(behind[:, :, None, None], 0.0)
-    q = query.flatten(0, 1)[: len(rows)].float().unflatten(1, (call.num_kv_heads, -1))
+    q = _grouped(query.flatten(0, 1)[: len(rows)], call.num_kv_heads)
     scores = torch.matmul(q, k.permute(0, 2, 3, 1)).mul_(call.scale)
     scores.masked_fill_(behind[:, None, None], -torch.inf)
     weights, sums = _softmax(scores, None)

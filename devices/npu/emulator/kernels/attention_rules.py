@@ -126,9 +126,13 @@ def _check_heads(call: AttentionCall, layout: Layout) -> None:
     _require(call, batch <= 65536, "batch", f"batch {batch}; the limit is 65536")
     _require(call, dim % 16 == 0 and dim <= 512, "head-size", f"head size {dim}; it must be a multiple of 16 up to 512")
     if layout.query in ("BSH", "BSND") and query.shape[1] > 1:
-        _require(call, heads * dim < 65535, "heads", f"N*D={heads * dim}; {layout.query} with more queries ends at 65534")
+        _require(
+            call, heads * dim < 65535, "heads", f"N*D={heads * dim}; {layout.query} with more queries ends at 65534"
+        )
     if layout.packed:
-        value_dim = call.value.shape[-1] if not call.paged or call.value.dim() == 4 else call.value.shape[-1] // kv_heads
+        value_dim = (
+            call.value.shape[-1] if not call.paged or call.value.dim() == 4 else call.value.shape[-1] // kv_heads
+        )
         _require(
             call,
             (dim, value_dim) in TND_HEAD_SIZES,
@@ -136,10 +140,14 @@ def _check_heads(call: AttentionCall, layout: Layout) -> None:
             f"head sizes {(dim, value_dim)}; {call.layout_name} has {sorted(TND_HEAD_SIZES)}: use BSND or BNSD",
         )
         _require(call, query.shape[1] <= 1 << 20, "tokens", f"{query.shape[1]} tokens; {call.layout_name} ends at 1M")
-        _require(call, call.sparse_mode in (0, 3, 4), "sparse-mode", f"sparse_mode={call.sparse_mode} with a packed query")
+        _require(
+            call, call.sparse_mode in (0, 3, 4), "sparse-mode", f"sparse_mode={call.sparse_mode} with a packed query"
+        )
     if call.sink is not None:
         _require(call, layout.packed, "sink", f"learnable_sink with {call.layout_name}; only TND and NTD_TND have it")
-        _require(call, call.sink.shape == (heads,), "sink", f"learnable_sink is {tuple(call.sink.shape)}, not ({heads},)")
+        _require(
+            call, call.sink.shape == (heads,), "sink", f"learnable_sink is {tuple(call.sink.shape)}, not ({heads},)"
+        )
 
 
 def _check_lens(call: AttentionCall, layout: Layout) -> None:
@@ -162,18 +170,20 @@ def _check_lens(call: AttentionCall, layout: Layout) -> None:
     elif call.query_lens is not None and tokens > 1:
         _check_list(call, query_name, call.query_lens, batch, tokens)
     if call.paged or layout.packed:
-        _require(call, call.kv_lens is not None, "lens-missing", f"{kv_name} must be given with pages or a packed query")
+        _require(
+            call, call.kv_lens is not None, "lens-missing", f"{kv_name} must be given with pages or a packed query"
+        )
     if call.kv_lens is None:
         return
     if layout.packed and not call.paged:
-        lens, whole = call.kv_lens, to_bsnd(call.key, layout.query, call.num_kv_heads).shape[1]
+        lens, num_keys = call.kv_lens, to_bsnd(call.key, layout.query, call.num_kv_heads).shape[1]
         _require(
             call,
             len(lens) == batch
             and all(low <= high for low, high in zip([0, *lens], lens, strict=False))
-            and lens[-1] <= whole,
+            and lens[-1] <= num_keys,
             "cumulative-lens",
-            f"{kv_name}={_short(lens)} must be cumulative, one for each row, and end within {whole} keys",
+            f"{kv_name}={_short(lens)} must be cumulative, one for each row, and end within {num_keys} keys",
         )
     else:
         whole = None if call.paged else to_bsnd(call.key, layout.query, call.num_kv_heads).shape[1]
@@ -185,11 +195,11 @@ def _check_list(call: AttentionCall, name: str, lens: Sequence[int], batch: int,
         call,
         len(lens) >= batch or len(lens) == 1,
         "lens-count",
-        f"{name} has {len(lens)} lengths for {batch} rows; it must have one for each, or exactly one (vllm-ascend #8107)",
+        f"{name} has {len(lens)} lengths for {batch} rows; it needs one for each, or exactly one (vllm-ascend #8107)",
     )
     _require(
         call,
-        all(0 <= length and (limit is None or length <= limit) for length in lens[:batch]),
+        all(length >= 0 and (limit is None or length <= limit) for length in lens[:batch]),
         "lens-range",
         f"{name}={_short(lens)} must lie within the memory of its rows ({limit}): per row, not cumulative",
     )
@@ -209,7 +219,7 @@ def _check_mask(call: AttentionCall, layout: Layout) -> None:
             call,
             not window,
             "window-ignored",
-            f"pre_tokens={call.pre_tokens} with one query a row has no effect: every key is attended to without a word; "
+            f"pre_tokens={call.pre_tokens} with one query a row has no effect, and every key is attended to: "
             "use a packed layout, or a mask in sparse_mode 0",
         )
         if mode in (2, 3, 4):
@@ -251,7 +261,9 @@ def _check_own_mask(call: AttentionCall, layout: Layout, mask: torch.Tensor) -> 
     query = to_bsnd(call.query, layout.query, call.num_heads)
     batch, tokens = query.shape[:2]
     shape, keys = tuple(mask.shape), mask.shape[-1]
-    _require(call, not layout.packed, "mask-size", f"{call.layout_name} in sparse_mode {call.sparse_mode} takes no mask")
+    _require(
+        call, not layout.packed, "mask-size", f"{call.layout_name} in sparse_mode {call.sparse_mode} takes no mask"
+    )
     require(
         not (shape[:-1] == (1, 1, 1) and keys > 512),
         "mask-ignored",
@@ -312,7 +324,7 @@ def _check_pages(call: AttentionCall, layout: Layout, table: torch.Tensor) -> No
             row, place = (int(index) for index in wrong.nonzero()[0])
             _require(
                 call, False, "block-ids",
-                f"block_table[{row}, {place}] = {int(table[row, place])}, the cache has blocks 0 to {blocks - 1}; hardware "
+                f"block_table[{row}, {place}] = {int(table[row, place])}, the cache has {blocks} blocks; hardware "
                 "does not check and silently reads other memory",
             )  # fmt: skip
 
@@ -329,7 +341,9 @@ def _check_cache(call: AttentionCall, layout: Layout) -> None:
         "[blocks, KV_N, block_size, D] with BNSD and TND",
     )  # fmt: skip
     block, width = (key.shape[1], key.shape[2]) if flat else (key.shape[2], key.shape[1] * key.shape[3])
-    _require(call, block == call.block_size, "block-size", f"block_size={call.block_size}, the cache has pages of {block}")
+    _require(
+        call, block == call.block_size, "block-size", f"block_size={call.block_size}, the cache has pages of {block}"
+    )
     _require(
         call, width == call.num_kv_heads * heads_dim, "cache-form",
         f"the key cache has {width} elements a token, {call.num_kv_heads} heads of {heads_dim} need "

@@ -33,7 +33,7 @@ def check_range(operator: str, values: torch.Tensor, bound: int, what: str, sour
     if strictness().bounds and values.numel():
         low, high = int(values.min()), int(values.max())
         require(
-            0 <= low and high < bound,
+            low >= 0 and high < bound,
             rule,
             operator,
             f"{what} spans [{low}, {high}], allowed is [0, {bound}); {SILENT} ({source})",
@@ -49,11 +49,14 @@ def scatter_nd_update_(input: torch.Tensor, indices: torch.Tensor, updates: torc
             input.dtype in SCATTER_DTYPES,
             "scatter-dtype",
             operator,
-            f"data is {input.dtype}; A2 and A3 have float32, float16, bool, bfloat16, int64, int8 ({DOCS}): keep tables "
+            f"data is {input.dtype}; A2, A3 have float32, float16, bool, bfloat16, int64, int8 ({DOCS}): keep tables "
             "that it writes in int64",
         )
         require(
-            updates.dtype is input.dtype, "dtypes", operator, f"updates are {updates.dtype}, data {input.dtype} ({DOCS})"
+            updates.dtype is input.dtype,
+            "dtypes",
+            operator,
+            f"updates are {updates.dtype}, data {input.dtype} ({DOCS})",
         )
         require(
             indices.dtype in (torch.int32, torch.int64), "dtypes", operator, f"indices are {indices.dtype} ({DOCS})"
@@ -77,7 +80,7 @@ def scatter_nd_update_(input: torch.Tensor, indices: torch.Tensor, updates: torc
         for level, column in enumerate(columns[1:], 1):
             flat = flat * input.shape[level] + column
         check_unique(operator, flat, "indices", DOCS)
-    input.index_put_(columns, updates)
+    input.index_put_(tuple(columns), updates)
     return input
 
 
@@ -97,7 +100,10 @@ def reshape_and_cache(
     operator = "_npu_reshape_and_cache"
     if strictness().dtypes:
         require(
-            slot_indices.dtype is torch.int32, "slot-dtype", operator, f"slots are {slot_indices.dtype}; ATB wants int32"
+            slot_indices.dtype is torch.int32,
+            "slot-dtype",
+            operator,
+            f"slots are {slot_indices.dtype}; ATB wants int32",
         )
     _write_tokens(operator, key, value, key_cache, value_cache, slot_indices, ATB_DOCS)
 
@@ -119,7 +125,7 @@ def scatter_pa_kv_cache(
         cache_mode in (None, "Norm"),
         "cache-mode",
         operator,
-        f"cache_mode={cache_mode!r} is the NZ layout, which is also the default; give cache_mode='Norm' for plain memory "
+        f"cache_mode={cache_mode!r} is the NZ layout, also the default; give cache_mode='Norm' for plain memory "
         f"({DOCS})",
     )
     require(
@@ -200,7 +206,9 @@ def gather_pa_kv_cache(
     operator = "npu_gather_pa_kv_cache"
     switches = strictness()
     if switches.dtypes:
-        require(key_cache.dtype in KV_DTYPES, "dtypes", operator, f"caches are {key_cache.dtype}: float16, bfloat16, int8")
+        require(
+            key_cache.dtype in KV_DTYPES, "dtypes", operator, f"caches are {key_cache.dtype}: float16, bfloat16, int8"
+        )
         for name, tensor in (("block_tables", block_tables), ("seq_lens", seq_lens), ("seq_offset", seq_offset)):
             if tensor is not None:
                 require(tensor.dtype is torch.int32, "dtypes", operator, f"{name} is {tensor.dtype}; it must be int32")
@@ -208,7 +216,9 @@ def gather_pa_kv_cache(
     lens = (seq_lens.diff() if is_seq_lens_cumsum else seq_lens).tolist()
     if switches.shapes:
         require(
-            block_tables.dim() == 2 and block_tables.shape[0] == len(lens) and key.shape[0] == value.shape[0] == sum(lens),
+            block_tables.dim() == 2
+            and block_tables.shape[0] == len(lens)
+            and key.shape[0] == value.shape[0] == sum(lens),
             "shapes",
             operator,
             f"{len(lens)} rows with {sum(lens)} tokens; tables {tuple(block_tables.shape)}, key {tuple(key.shape)}",

@@ -41,10 +41,15 @@ def read_layout(operator: str, name: str, query: torch.Tensor) -> Layout:
     return layout
 
 
+def split_heads(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """A view of [..., heads * dim] as [..., heads, dim]."""
+    return tensor.view(*tensor.shape[:-1], num_heads, -1)
+
+
 def to_bsnd(tensor: torch.Tensor, layout: str, num_heads: int) -> torch.Tensor:
     """A view [batch, tokens, heads, dim]; a packed layout is one row."""
     if layout == "BSH":
-        return tensor.unflatten(-1, (num_heads, -1))
+        return split_heads(tensor, num_heads)
     if layout == "BNSD":
         return tensor.transpose(1, 2)
     if layout == "TND":

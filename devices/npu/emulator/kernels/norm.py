@@ -40,7 +40,9 @@ def add_rms_norm(
     check_floats(operator, x1, x2, gamma)
     _check_norm(operator, x1, gamma)
     if strictness().shapes:
-        require(x1.shape == x2.shape, "shapes", operator, f"x1 {tuple(x1.shape)} and x2 {tuple(x2.shape)} differ ({DOCS})")
+        require(
+            x1.shape == x2.shape, "shapes", operator, f"x1 {tuple(x1.shape)} and x2 {tuple(x2.shape)} differ ({DOCS})"
+        )
     total = (x1.float() + x2.float()).to(x1.dtype)
     y, rstd = _rms_norm(total, gamma, epsilon)
     return y, rstd, total

@@ -32,7 +32,7 @@ def paged_attention(
         index = ids.long()
         k = key_cache[index].flatten(0, 1)[:length].float()
         v = value_cache[index].flatten(0, 1)[:length].float()
-        q = query[row].float().unflatten(0, (num_kv_heads, -1))
+        q = query[row].float().view(num_kv_heads, -1, query.shape[-1])
         weights = torch.einsum("hgd,khd->hgk", q, k).mul_(scale_value).softmax(dim=-1)
         out[row] = torch.einsum("hgk,khd->hgd", weights, v).flatten(0, 1).to(out.dtype)
 
@@ -53,7 +53,9 @@ def _check(
             operator,
             f"query is {query.dtype}; it must be float16 or bfloat16 ({ATB_DOCS})",
         )
-        require(block_table.dtype is torch.int32, "table-dtype", operator, f"block_table is {block_table.dtype}, not int32")
+        require(
+            block_table.dtype is torch.int32, "table-dtype", operator, f"block_table is {block_table.dtype}, not int32"
+        )
     if switches.host_lists:
         require(
             context_lens.dtype is torch.int32 and context_lens.shape == (query.shape[0],),
@@ -69,7 +71,9 @@ def _check(
             operator,
             f"{num_heads} heads over {num_kv_heads}; query {tuple(query.shape)}, cache {tuple(key_cache.shape)}",
         )
-        require(query.shape[2] <= 256, "head-size", operator, f"head size {query.shape[2]}; the limit is 256 ({ATB_DOCS})")
+        require(
+            query.shape[2] <= 256, "head-size", operator, f"head size {query.shape[2]}; the limit is 256 ({ATB_DOCS})"
+        )
     if switches.pages:
         size = key_cache.shape[1]
         require(

@@ -23,7 +23,9 @@ def rotary_mul(
 
 def _check_rotary_mul(operator: str, x: torch.Tensor, r1: torch.Tensor, r2: torch.Tensor, mode: str) -> None:
     require(mode in ("half", "interleave"), "rotary-mode", operator, f"rotary_mode={mode!r} ({DOCS})")
-    require(x.dim() == r1.dim() == r2.dim() == 4, "shapes", operator, f"operands need 4 dimensions, not {x.dim()} ({DOCS})")
+    require(
+        x.dim() == r1.dim() == r2.dim() == 4, "shapes", operator, f"operands need 4 dimensions, not {x.dim()} ({DOCS})"
+    )
     require(
         x.shape[3] % 2 == 0 and x.shape[3] < 896,
         "head-size",
@@ -57,9 +59,19 @@ def apply_rotary_pos_emb(
     if strictness().shapes:
         dims = {"BSND": 4, "TND": 3}.get(layout)
         require(dims is not None, "layout", operator, f"layout={layout!r}; A2 and A3 have BSND and TND ({DOCS})")
-        require(rotary_mode == "half", "rotary-mode", operator, f"rotary_mode={rotary_mode!r}; A2 and A3 have 'half' ({DOCS})")
+        require(
+            rotary_mode == "half",
+            "rotary-mode",
+            operator,
+            f"rotary_mode={rotary_mode!r}; A2 and A3 have 'half' ({DOCS})",
+        )
         for name, tensor in (("query", query), ("key", key), ("cos", cos), ("sin", sin)):
-            require(tensor.dim() == dims, "shapes", operator, f"{name} has {tensor.dim()} dimensions, {layout} {dims} ({DOCS})")
+            require(
+                tensor.dim() == dims,
+                "shapes",
+                operator,
+                f"{name} has {tensor.dim()} dimensions, {layout} {dims} ({DOCS})",
+            )
             require(tensor.numel() > 0, "shapes", operator, f"{name} is empty ({DOCS})")
             require(
                 tensor.shape[-1] in (64, 128),

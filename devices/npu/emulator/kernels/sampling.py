@@ -38,7 +38,7 @@ def _check(operator: str, logits: torch.Tensor, p: torch.Tensor | None, k: torch
         require(k.dtype is torch.int32, "dtypes", operator, f"k is {k.dtype}; it must be int32 ({DOCS})")
         low, high = (int(k.min()), int(k.max())) if batch else (1, 1)
         require(
-            1 <= low and high <= min(1024, vocabulary),
+            low >= 1 and high <= min(1024, vocabulary),
             "ranges",
             operator,
             f"k lies in [{low}, {high}]; it must lie in [1, {min(1024, vocabulary)}]: above 1024 the operator does not "
