@@ -16,7 +16,6 @@ from devices.base import AttentionMetadata, Device
 from devices.pages import IntArray, page_count, ragged_slots
 from devices.registry import DEVICE_NAMES, try_open
 
-
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Largest error of a result of about 1, by dtype, the most exact first."""
 

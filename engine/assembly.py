@@ -70,7 +70,7 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
     dtype = choose_dtype(config.model.dtype, model_config.saved_dtype, device.capabilities.dtypes)
     kv_dtype = dtype if config.memory.kv_cache_dtype == "auto" else getattr(torch, config.memory.kv_cache_dtype)
     context_len = _context_len(config, model_config)
-    _check_masks(model_config, device)
+    _check_attention(model_config, device)
 
     total_bytes = device.memory().total_bytes
     model, report = load_model(source, dtype, device, context_len, progress)
@@ -207,7 +207,11 @@ def _context_len(config: EngineConfig, model_config: ModelConfig) -> int:
     return wanted
 
 
-def _check_masks(model_config: ModelConfig, device: Device) -> None:
+def _check_attention(model_config: ModelConfig, device: Device) -> None:
+    try:
+        device.attention(model_config.num_heads, model_config.num_kv_heads, model_config.head_dim)
+    except ValueError as error:
+        raise ConfigError(f"device {device.name!r} cannot run {model_config.architecture}: {error}") from error
     windows = sorted({window for window in model_config.windows if window is not None})
     if windows and "window" not in device.capabilities.masks:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """One thread for every test: on a busy machine a thread pool that waits for a lost core costs more than it computes.
 
 `pytest --device NAME` (repeatable) runs every test that is parametrised by `device_name` on those devices, real or
-emulated: `--device npu` is how a machine with an NPU is tested. On a device that does not open they are skipped, with the
-doctor's reason. Without the option a test runs on the devices that its marker `devices` names, else on the CPU.
+emulated: `--device npu` is how a machine with an NPU is tested. On a device that does not open they are skipped, with
+the doctor's reason. Without the option a test runs on the devices that its marker `devices` names, else on the CPU.
 """
 
 import pytest
