@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,12 @@ class Counts:
         return Counts(self.syncs - other.syncs, self.uploads - other.uploads, self.operators - other.operators)
 
 
+Kind = Any
+"""Of an argument, cheap to make and hashable: a dtype, a type, or (list type, kind of the first item)."""
+
+_Form = tuple[str, str, tuple[Kind, ...], tuple[tuple[str, Kind], ...]]
+
+
 class _Ledger:
     """The process's running totals; increments are guarded, for the device serves several threads."""
 
@@ -61,7 +68,7 @@ class _Ledger:
         self.syncs: Counter[str] = Counter()
         self.uploads = 0
         self.operators: Counter[str] = Counter()
-        self.calls: Counter[NpuCall] = Counter()
+        self.calls: Counter[_Form] = Counter()
 
 
 _ledger = _Ledger()
@@ -82,9 +89,9 @@ def note_operator(name: str) -> None:
         _ledger.operators[name] += 1
 
 
-def note_call(call: NpuCall) -> None:
+def note_call(name: str, overload: str, positional: tuple[Kind, ...], keywords: tuple[tuple[str, Kind], ...]) -> None:
     with _ledger.lock:
-        _ledger.calls[call] += 1
+        _ledger.calls[name, overload, positional, keywords] += 1
 
 
 def counters() -> Counts:
@@ -96,7 +103,18 @@ def counters() -> Counts:
 def recorded_calls() -> Counter[NpuCall]:
     """Every form in which a vendor operator was called so far, and how often."""
     with _ledger.lock:
-        return Counter(_ledger.calls)
+        forms = dict(_ledger.calls)
+    calls: Counter[NpuCall] = Counter()
+    for (name, overload, positional, keywords), count in forms.items():
+        named = tuple(sorted((key, _text(kind)) for key, kind in keywords))
+        calls[NpuCall(name, overload, tuple(map(_text, positional)), named)] += count
+    return calls
+
+
+def _text(kind: Kind) -> str:
+    if isinstance(kind, tuple):
+        return f"{kind[0].__name__}[{'' if kind[1] is None else _text(kind[1])}]"
+    return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 class Counting:

@@ -248,12 +248,14 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: Any = None,
 ) -> torch.Tensor:
-    """`.to(...)` of an npu tensor: another type, or the way to the host, where the host waits."""
+    """`.to(...)`: another type, the way to the device (an upload), or the way to the host, which waits."""
     target = self.device if device is None else torch.device(device)
     if target.type == "cpu":
         host_waits("cpu")
+    elif self.is_cpu:
+        host_uploads(pinned=non_blocking and is_pinned(self))
     kwargs = {"dtype": dtype, "memory_format": memory_format or torch.preserve_format}
-    source = on_host(self)
+    source = self if self.is_cpu else on_host(self)
     result: torch.Tensor = torch.ops.aten._to_copy.default(source, **kwargs)
     if target.type == "cpu":
         return result

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from devices.npu.emulator.counters import NpuCall, note_call
+from devices.npu.emulator.counters import Kind, note_call
 from devices.npu.emulator.graph import snapshot
 from devices.npu.emulator.kernels import KERNELS
 from devices.npu.emulator.launch import launched, observers
@@ -55,7 +55,7 @@ def _read(schema: Any) -> _Operator:
         defaults={
             argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()
         },
-        host_lists=tuple(argument.name for argument in schema.arguments if "int[]" in str(argument.type)),
+        host_lists=tuple(argument.name for argument in schema.arguments if "List[int]" in str(argument.type)),
         kernel=KERNELS[schema.name, schema.overload_name],
     )
 
@@ -153,12 +153,10 @@ class _FrontOverload:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         operator = self._operator
         note_call(
-            NpuCall(
-                operator.name,
-                self._overload,
-                tuple(_kind(value) for value in args),
-                tuple(sorted((name, _kind(value)) for name, value in kwargs.items())),
-            )
+            operator.name,
+            self._overload,
+            tuple([_kind(value) for value in args]),
+            tuple([(name, _kind(value)) for name, value in kwargs.items()]),
         )
         for name in operator.host_lists:
             value = kwargs.get(name)
@@ -171,13 +169,13 @@ class _FrontOverload:
         return self._call(*args, **kwargs)
 
 
-def _kind(value: Any) -> str:
-    """A tensor's dtype; a type's name for the rest, with the item's for a list."""
+def _kind(value: Any) -> Kind:
+    """A tensor's dtype; the type for the rest, with the first item's for a list."""
     if isinstance(value, torch.Tensor):
-        return str(value.dtype)
+        return value.dtype
     if isinstance(value, list | tuple):
-        return f"{type(value).__name__}[{_kind(value[0]) if value else ''}]"
-    return type(value).__name__
+        return type(value), _kind(value[0]) if value else None
+    return type(value)
 
 
 _libraries: dict[str, Any] = {}

@@ -312,8 +312,9 @@ def _decode(
     unused = torch.arange(pages)[None] * call.block_size >= lens[:, None]
     table = torch.where(unused, table[:, :1], table)
     behind = torch.arange(pages * call.block_size)[None] >= lens[:, None]
-    k = keys.pages(call.key, table).float().masked_fill_(behind[:, :, None, None], 0.0)
-    v = keys.pages(call.value, table).float().masked_fill_(behind[:, :, None, None], 0.0)
+    # A score of a key behind the end is replaced, whatever it is; a value there, even times a weight of 0, may be NaN.
+    k = keys.pages(call.key, table).float()
+    v = keys.pages(call.value, table).masked_fill_(behind[:, :, None, None], 0.0).float()
     q = _grouped(query.flatten(0, 1)[: len(rows)], call.num_kv_heads)
     scores = torch.matmul(q, k.permute(0, 2, 3, 1)).mul_(call.scale)
     scores.masked_fill_(behind[:, None, None], -torch.inf)
