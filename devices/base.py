@@ -214,7 +214,11 @@ class Device(Protocol):
     def kv_layer(
         self, index: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> KvLayer:
-        """Zeroed KV of one layer for `num_pages` pages (the padding page included) in the device's layout."""
+        """Zeroed KV of one layer for `num_pages` pages (the padding page included) in the device's layout.
+
+        Raises:
+            ValueError: more than its attention can address; the text says how many tokens are not.
+        """
         ...
 
     def attention(
@@ -224,6 +228,8 @@ class Device(Protocol):
 
         Args:
             window: a token attends to itself and the `window - 1` tokens before it; None attends to all.
+        Raises:
+            ValueError: heads that it cannot compute.
         """
         ...
 

@@ -31,14 +31,19 @@ def logits_of_steps(llm: LLM, prompt: list[int], num_steps: int) -> tuple[torch.
 def assert_logits_equal(
     llm: LLM, reference: torch.nn.Module, prompt: list[int], num_steps: int = 64, reference_len: int = 0
 ) -> None:
-    """Logits and tokens of a greedy run; the reference reads at least `reference_len` tokens, the last of no effect."""
+    """Logits and tokens of a greedy run; the reference reads at least `reference_len` tokens, the last of no effect.
+
+    What a device that has no fp32 may be off by grows with the rounding of its dtype.
+    """
+    coarser = torch.finfo(llm.core.runner.model.dtype).eps / torch.finfo(torch.float32).eps
+    tolerance, near_tie = (bound * max(1.0, coarser / 200) for bound in (TOLERANCE, NEAR_TIE))
     got, tokens = logits_of_steps(llm, prompt, num_steps)
     ids = prompt + tokens[:-1]
     padding = [3] * (reference_len - len(ids))
     with torch.inference_mode():
         whole = reference(torch.tensor([ids + padding])).logits[0, len(prompt) - 1 : len(ids)].float()
     assert got.shape == whole.shape
-    assert (got - whole).abs().max() < TOLERANCE * whole.abs().max()
+    assert (got - whole).abs().max() < tolerance * whole.abs().max()
     best = whole[:, : llm.tokenizer.vocab_size].topk(2, dim=-1)
     for token, pair, values in zip(tokens, best.indices.tolist(), best.values.tolist(), strict=True):
-        assert token == pair[0] or (token == pair[1] and values[0] - values[1] < NEAR_TIE)
+        assert token == pair[0] or (token == pair[1] and values[0] - values[1] < near_tie)
