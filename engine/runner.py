@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from devices.base import AttentionMetadata, Device
+from devices.base import Device
 from devices.pages import page_count, ragged_positions, ragged_slots
+from engine.graphs import DecodeGraphs, StepColumns
 from engine.models.decoder import Decoder
 from engine.sampling.logits import edited, joined, masked, score
 from engine.sampling.sampler import sample
@@ -32,11 +33,11 @@ SCORE_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """A step's columns on the device, int64.
+    """A step's columns on the device.
 
     Attributes:
-        token_ids, positions: [tokens].
-        wanted: places of the tokens that score a prompt token, then of each request's last one, [wanted].
+        token_ids: int64 [tokens]; positions: int32 [tokens].
+        wanted: places of the tokens that score a prompt token, then of each request's last one, int64 [wanted].
     """
 
     token_ids: torch.Tensor
@@ -65,9 +66,21 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Decoder, device: Device, kv: AttentionKv, geometry: RowGeometry, num_rows: int, vocab_size: int
+        self,
+        model: Decoder,
+        device: Device,
+        kv: AttentionKv,
+        geometry: RowGeometry,
+        num_rows: int,
+        vocab_size: int,
+        graph_sizes: Sequence[int] = (),
     ) -> None:
-        """`vocab_size`: ids below it have a token; the model may have more outputs, which are never chosen."""
+        """Captures the graphs of decode steps, so everything else that needs memory comes before.
+
+        Args:
+            vocab_size: ids below it have a token; the model may have more outputs, which are never chosen.
+            graph_sizes: batch sizes of captured decode steps, ascending; see `engine.graphs`.
+        """
         self.model = model
         self.kv = kv
         self._device = device
@@ -87,17 +100,27 @@ class ModelRunner:
         }
         self._backends = tuple(by_window.values())
         self._attention = tuple(by_window[window] for window in config.windows)
+        width = self._tables["full"].shape[1]
+        self._graphs = (
+            DecodeGraphs(model, device, kv.layers, self._page_size, width, graph_sizes) if graph_sizes else None
+        )
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Steps by how they ran, when there are graphs."""
+        if self._graphs is None:
+            return {}
+        return {f"graph_steps_{name}": count for name, count in self._graphs.counts.items()}
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> None:
         """Begin a step behind those that were launched before; nothing here waits for the device."""
         called = time.perf_counter()
-        inputs = self._prepare(step)
+        forward = self._prepare(step)
         started = time.perf_counter()
-        hidden = self.forward(inputs)
-        to = hidden.device
+        hidden = forward()
         ends = hidden[len(hidden) - len(step.rows) :]
-        where = None if step.is_sampled.all() else torch.from_numpy(np.flatnonzero(step.is_sampled)).to(to)
+        where = None if step.is_sampled.all() else self._places(step.is_sampled)
         logits = self._logits(ends if where is None else ends[where])
         choices = logits if step.edits is None else edited(logits, step.edits)
         sampled = sample(choices if step.allowed is None else masked(choices, step.allowed), step.sampling)
@@ -159,48 +182,51 @@ class ModelRunner:
         extra = _extras(wanted, num_prompt, num_prompt + len(rows), hidden.device)
         return joined([*parts, score(logits[rows], token_ids[rows], wanted.top_n, *extra)])
 
-    def _prepare(self, step: StepInput) -> ForwardInputs:
-        """Bring page tables up to date, plan attention, put the step's columns on the device."""
+    def _places(self, is_wanted: npt.NDArray[np.bool_]) -> torch.Tensor:
+        """Indices of what a mask keeps, on the device: a mask there would have to be counted first."""
+        return torch.from_numpy(np.flatnonzero(is_wanted)).to(self._device.torch_device)
+
+    def _prepare(self, step: StepInput) -> Callable[[], torch.Tensor]:
+        """Bring page tables up to date, plan attention, put the step's columns on the device.
+
+        Returns what computes the hidden states of the wanted tokens, [wanted, hidden_size].
+        """
         self._apply(step.table_changes)
         for copy in step.page_copies:
             self._device.copy_page(self.kv.layers, copy.source, copy.target)
         ends = step.starts + step.num_new
         num_pages = page_count(int(ends.max()), self._page_size)
         tables = self._tables["full"][step.rows, :num_pages]
-        to = self._device.torch_device
-        attention = AttentionMetadata(
+        columns = StepColumns(
+            token_ids=step.token_ids,
+            positions=ragged_positions(step.starts, step.num_new),
             query_lens=step.num_new,
             seq_lens=ends,
-            page_tables=torch.from_numpy(tables).to(to),
+            tables=tables,
             slots=ragged_slots(tables, step.starts, step.num_new, self._page_size),
-            page_size=self._page_size,
         )
+        scores_prompt = step.scores is not None and len(step.scores.place) > 0
+        if self._graphs is not None and not scores_prompt:
+            replay = self._graphs.prepare(columns, self._sampled)
+            if replay is not None:
+                return replay
+        to = self._device.torch_device
+        attention = columns.attention(self._page_size, to)
         for backend in self._backends:
             backend.plan(attention)
         wanted = np.cumsum(step.num_new, dtype=np.int64) - 1
         if step.scores is not None:
             wanted = np.concatenate([step.scores.place, wanted])
-        token_ids = torch.from_numpy(step.token_ids.astype(np.int64)).to(to)
-        if step.token_ids.min() < 0:
-            token_ids = resolved(token_ids, self._sampled)
-        return ForwardInputs(
-            token_ids,
-            torch.from_numpy(ragged_positions(step.starts, step.num_new)).to(to),
+        inputs = ForwardInputs(
+            columns.tokens(self._sampled, to),
+            torch.from_numpy(columns.positions).to(to),
             torch.from_numpy(wanted).to(to),
         )
+        return lambda: self.forward(inputs)
 
     def _apply(self, changes: tuple[TableChange, ...]) -> None:
         for change in changes:
             self._tables[change.family][change.row, change.start : change.start + len(change.pages)] = change.pages
-
-
-def resolved(token_ids: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-    """`token_ids` with each reference replaced by the token of the step before, on the device; int64 [tokens].
-
-    Args:
-        sampled: what that step sampled, int64 [at least 1].
-    """
-    return torch.where(token_ids < 0, sampled[(-1 - token_ids).clamp(0, len(sampled) - 1)], token_ids)
 
 
 def _extras(wanted: ScoreColumns, first: int, last: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

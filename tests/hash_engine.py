@@ -64,6 +64,7 @@ class HashExecutor:
         self.prepare_s = self.device_s = 0.0
         self._launched: deque[StepInput] = deque()
         self._sampled: list[int] = []
+        self.counts: dict[str, int] = {}
 
     def launch(self, step: StepInput) -> None:
         self._launched.append(step)

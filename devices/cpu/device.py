@@ -11,7 +11,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from devices.base import AttentionBackend, Capabilities, KernelChoice, KvLayer, MemoryInfo, Operators
+from devices.base import (
+    AttentionBackend,
+    Capabilities,
+    CapturedGraph,
+    GraphsUnsupported,
+    KernelChoice,
+    KvLayer,
+    MemoryInfo,
+    Operators,
+)
 from devices.cpu.attention import PagedAttention
 from devices.cpu.kernels.attention import KernelAttention
 from devices.cpu.kernels.build import KernelsUnavailable, load_kernels
@@ -81,6 +90,9 @@ class CpuDevice:
 
     def download(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
         return lambda: results
+
+    def capture(self, run: Callable[[], None], backends: Sequence[AttentionBackend], num_rows: int) -> CapturedGraph:
+        raise GraphsUnsupported(self.name)
 
     def synchronize(self) -> None:
         """CPU work is done when its call returns."""
