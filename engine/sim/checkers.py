@@ -292,7 +292,7 @@ class Fences:
 
     def look(self, world: World, moment: Moment) -> None:
         for late in world.fences:
-            if not (world.runner.kv.content(late.pages) == late.content).all():
+            if world.runner.kv.content(late.pages) != late.content:
                 raise BrokenPromise("fences", f"pages changed under a reader, {late.lift_at - world.step} steps early")
 
 

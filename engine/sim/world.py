@@ -9,11 +9,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from devices.base import ResumeUnit
-from devices.null.device import null_capabilities
+from devices.null.device import Pair, null_capabilities
 from devices.page_pool import Fence, OutOfPages, PageFamilies, PageFamily
 from devices.pages import IntArray
 from engine.core import EngineCore
@@ -163,8 +160,8 @@ class LateFence:
 
     fences: dict[str, Fence]
     lift_at: int
-    pages: IntArray
-    content: npt.NDArray[np.int64]
+    pages: list[int]
+    content: list[list[Pair]]
 
 
 @dataclass(slots=True)
