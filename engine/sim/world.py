@@ -17,7 +17,7 @@ from engine.core import EngineCore
 from engine.request import Request, RequestStatus
 from engine.scheduler.scheduler import Scheduler
 from engine.sim.executor import NullRunner
-from engine.sim.oracle import Cursor, KnownPrefixes, continuation, ended
+from engine.sim.oracle import Cursor, KnownPrefixes, continuation
 from mem_cache.allocation import KvAllocator
 from mem_cache.kv_info import RowGeometry
 from mem_cache.rows import RowPool
@@ -241,9 +241,9 @@ class World:
             asked = request.params.seed
             seed = None if request.params.temperature == 0 or asked is None else asked + index
             num_new = min(request.params.max_new_tokens, self.config.context_len - len(prompt))
-            tokens = continuation(prompt, num_new, seed, self.weights_version, VOCAB_SIZE)
-            stop_ids = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else EOS_TOKEN_IDS)
-            reason, expected = ended(tokens, stop_ids)
+            stop_ids = EOS_TOKEN_IDS.union(request.params.stop_token_ids)
+            expected = continuation(prompt, num_new, seed, self.weights_version, VOCAB_SIZE, stop_ids)
+            reason = "stop" if expected[-1] in stop_ids else "length"
             self.tickets.append(Ticket(key, index, request, prompt, expected, reason, self.weights_version, salt))
 
     def running(self, place: int) -> Ticket | None:

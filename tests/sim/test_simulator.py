@@ -11,7 +11,7 @@ import pytest
 from devices.null.device import NullKv, next_tokens, null_capabilities
 from devices.registry import AUTO_ORDER, DeviceUnavailable, open_device
 from engine.sim.failures import SimFailure, WrongToken
-from engine.sim.oracle import continuation, ended, extended_hash, next_token
+from engine.sim.oracle import continuation, extended_hash, next_token
 from engine.sim.play import play
 from engine.sim.profiles import draw
 from engine.sim.run import Totals, run_seed, simulate
@@ -72,8 +72,8 @@ def test_whatever_changes_a_page_changes_the_hash() -> None:
 def test_the_oracle_ends_an_answer_at_its_first_stop() -> None:
     tokens = continuation([7, 8, 9], 6, None, 0, 4096)
     assert continuation([7, 8, 9, *tokens[:2]], 4, None, 0, 4096) == tokens[2:]
-    assert ended(tokens, ()) == ("length", tokens)
-    assert ended(tokens, {tokens[2]}) == ("stop", tokens[:3])
+    assert continuation([7, 8, 9], 6, None, 0, 4096, {tokens[2]}) == tokens[:3]
+    assert continuation([7, 8, 9], 2, None, 0, 4096, {tokens[2]}) == tokens[:2]
 
 
 def test_only_a_simulation_opens_the_null_device() -> None:
