@@ -11,8 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from devices.page_pool import PagePool
 from devices.pages import is_whole_pages
 from mem_cache.allocation import Holding, KvAllocator, plan_release
@@ -58,31 +56,30 @@ def audit(allocator: KvAllocator, holdings: Iterable[Holding]) -> list[Violation
 
 
 def _counts_are_right(allocator: KvAllocator, pool: PagePool, nodes: list[Node], with_row: list[Holding]) -> bool:
-    """Whether the census has nothing to say, without a name for any page: a few operations over all of them."""
-    family, table = pool.family, allocator.rows.pages
-    in_tree = [node.held[family] for node in nodes if family in node.held]
-    in_rows = [
-        table(family, holding.record.row, part.start, part.end)
-        for holding in with_row
-        for part in plan_release(holding.record, allocator.geometry)
-        if part.family == family
-    ]
-    num_idle = pool.num_free + pool.num_pending
-    each = np.concatenate([*in_tree, *in_rows, pool.free_pages(), pool.pending_pages()])
-    refs = pool.refcounts()
-    if len(each) and not 0 < each.min() <= each.max() <= pool.num_pages:
+    """Whether the census has nothing to say, without a name for any page."""
+    family, rows = pool.family, allocator.rows
+    in_tree: list[int] = []
+    for node in nodes:
+        if family in node.held:
+            in_tree += node.held[family].tolist()
+    in_rows: list[int] = []
+    for holding in with_row:
+        for part in plan_release(holding.record, allocator.geometry):
+            if part.family == family:
+                in_rows += rows.pages(family, holding.record.row, part.start, part.end).tolist()
+    refs: list[int] = pool.refcounts().tolist()
+    counts = [0] * (pool.num_pages + 1)
+    try:
+        for page in in_tree:
+            counts[page] += 1
+        for page in in_rows:
+            counts[page] += 1
+    except IndexError:
         return False
-    num_named = np.bincount(each, minlength=len(refs))
-    counts = refs[each]
-    num_owned = len(each) - num_idle
-    num_in_tree = sum([len(pages) for pages in in_tree])
-    # An owned page is named as often as it has counts; one that nobody owns has none, and is named once.
-    return (
-        not np.count_nonzero(num_named[1:] != np.maximum(refs[1:], 1))
-        and not np.count_nonzero(counts[:num_owned] < 1)
-        and not np.count_nonzero(counts[num_owned:])
-        and not np.count_nonzero(counts[:num_in_tree] != 1)
-    )
+    if counts != refs or (in_tree and (min(in_tree) < 1 or max([refs[page] for page in in_tree]) > 1)):
+        return False
+    idle = sorted([*pool.free_pages().tolist(), *pool.pending_pages().tolist()])
+    return min(in_rows, default=1) > 0 and idle == [page for page, count in enumerate(refs) if page and not count]
 
 
 def _owners(allocator: KvAllocator, family: str, nodes: list[Node], with_row: list[Holding]) -> dict[int, list[str]]:
