@@ -6,6 +6,8 @@ the last step are spoiled, then the new tokens are written and everything is rea
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from devices.base import Capabilities
@@ -50,13 +52,23 @@ class NullRunner:
         width = table_width(geometry, geometry.families[0])
         self._tables = [[PADDING_PAGE] * width for _ in range(num_rows + 1)]
         self._freed: list[int] = []
+        self._launched: deque[StepInput] = deque()
+        self._sampled: list[int] = []
 
     def on_free(self, pages: IntArray) -> None:
         """Pages became free; they are spoiled behind the copies that were ordered before."""
         self._freed += pages.tolist()
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """Run one step. Raises ValueError when a prompt is continued where the device cannot."""
+    def launch(self, step: StepInput) -> None:
+        """Take a step in."""
+        self._launched.append(step)
+
+    def collect(self) -> StepOutput:
+        """Run the oldest step, as late as a device may: what it reads must be there until its result is taken.
+
+        Raises ValueError when a prompt is continued where the device cannot.
+        """
+        step = self._launched.popleft()
         for change in step.table_changes:
             self._tables[change.row][change.start : change.start + len(change.pages)] = change.pages.tolist()
         for copy in step.page_copies:
@@ -73,7 +85,9 @@ class NullRunner:
             tables = [[PADDING_PAGE, *table[1:]] for table in tables]
         is_finite = [row != self.nan_row for row in batch]
         self.nan_row = None
-        self._write(tables, starts, num_new, step.token_ids.tolist(), is_finite)
+        # A negative id stands for a token that the step before this one sampled.
+        token_ids = [token if token >= 0 else self._sampled[-1 - token] for token in step.token_ids.tolist()]
+        self._write(tables, starts, num_new, token_ids, is_finite)
         is_sampled = step.is_sampled.tolist()
         hashes = [
             self.kv.read(table, start + n)
@@ -81,6 +95,8 @@ class NullRunner:
             if samples
         ]
         tokens = next_tokens(hashes, _salts(step.sampling), self._vocab_size)
+        if tokens:
+            self._sampled = tokens
         if not all(is_finite):
             sampled_finite = [finite for finite, samples in zip(is_finite, is_sampled, strict=True) if samples]
             tokens = [token for token, finite in zip(tokens, sampled_finite, strict=True) if finite]
