@@ -101,6 +101,9 @@ PROFILES: dict[str, Callable[[Random], WorldConfig]] = {
     "canary": _canary,
 }
 
+CLEAN = tuple(name for name in PROFILES if name != "canary")
+"""Profiles whose every seed must run clean."""
+
 FOCUS = {
     "chat": frozenset({"chat", "timeout", "abort running", "not finite", "bump"}),
     "siblings": frozenset({"n", "time limit", "abort", "disconnect"}),

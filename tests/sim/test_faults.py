@@ -6,7 +6,8 @@ import pytest
 from sim.faults import FAULTS, Fault
 
 from engine.sim.profiles import draw
-from engine.sim.run import Totals, run_seed
+from engine.sim.run import run_seed
+from engine.sim.soak import Totals
 
 NUM_STEPS = 150
 

@@ -7,7 +7,8 @@ from functools import cache
 import pytest
 
 from engine.sim.profiles import draw
-from engine.sim.run import Totals, run_seed
+from engine.sim.run import run_seed
+from engine.sim.soak import Totals
 
 BLOCK = 10
 """Seeds of one test."""

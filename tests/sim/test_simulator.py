@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,14 @@ import pytest
 
 from devices.null.device import NullKv, next_tokens, null_capabilities
 from devices.registry import AUTO_ORDER, DeviceUnavailable, open_device
+from engine.errors import BadRequest
 from engine.sim.failures import SimFailure, WrongToken
 from engine.sim.oracle import continuation, extended_hash, next_token
 from engine.sim.play import play
-from engine.sim.profiles import draw
-from engine.sim.run import Totals, run_seed, simulate
+from engine.sim.profiles import CLEAN, draw
+from engine.sim.run import ALL, run_seed, simulate
 from engine.sim.shrink import as_test, shrink
+from engine.sim.soak import Totals
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -155,6 +158,35 @@ def test_minutes_bound_a_soak() -> None:
     )
     assert code == 0
     assert said[-1].startswith("2 seeds, ")
+
+
+def test_a_soak_goes_on_where_it_was_stopped_and_adds_up(tmp_path: Path) -> None:
+    file = tmp_path / "soak.json"
+    arguments = {"seed": 5, "num_steps": 20, "minutes": 0.0, "is_verbose": False, "summary": file}
+    steps = 0
+    for _ in range(2):
+        said: list[str] = []
+        assert simulate(num_seeds=9, profile=ALL, say=said.append, **arguments) == 0
+        steps += int(said[-1].split()[2])
+    soak = json.loads(file.read_text())
+    assert {name: one["next_seed"] for name, one in soak["profiles"].items()} == {
+        name: 5 + (4 if i < 2 else 2) for i, name in enumerate(CLEAN)
+    }
+    assert (soak["total"]["seeds"], soak["total"]["steps"], soak["total"]["failed"]) == (18, steps, 0)
+    assert sum(one["num_steps"] for one in soak["profiles"].values()) == steps
+    assert soak["marks"]["arrive"] > 0
+    with pytest.raises(BadRequest, match="give the same"):
+        simulate(num_seeds=1, profile=ALL, say=said.append, **{**arguments, "num_steps": 21})
+
+
+def test_a_soak_counts_what_failed_and_goes_on_behind_it(tmp_path: Path) -> None:
+    file = tmp_path / "soak.json"
+    arguments = {"seed": 3, "num_seeds": 2, "num_steps": 300, "profile": "canary", "minutes": 0.0, "summary": file}
+    assert simulate(**arguments, is_verbose=False, say=lambda _: None) == WrongToken.exit_code
+    soak = json.loads(file.read_text())
+    assert soak["total"]["failed"] == 1
+    assert soak["profiles"]["canary"]["next_seed"] == 4
+    assert soak["profiles"]["canary"]["failed"]["3"].startswith("tokens: ")
 
 
 def test_a_simulation_needs_no_torch() -> None:
