@@ -144,7 +144,7 @@ def test_a_run_says_how_to_replay_what_failed_and_returns_its_code() -> None:
 
 
 def test_minutes_bound_a_soak() -> None:
-    now = iter(range(0, 1000, 25))
+    now = iter(range(0, 1000, 12))
     said: list[str] = []
     code = simulate(
         seed=0,
