@@ -14,12 +14,19 @@ from typing import Any
 
 import pytest
 
+from engine.sim.profiles import draw
+from engine.sim.run import run_seed
+from engine.sim.soak import Totals
+
 ALLOCATOR = "mem_cache.allocation:KvAllocator"
 TREE = "mem_cache.tree.prefix_tree:PrefixTree"
 POOL = "devices.page_pool:PagePool"
 SCHEDULER = "engine.scheduler.scheduler:Scheduler"
 QUEUE = "engine.scheduler.queue:WaitingQueue"
 CORE = "engine.core:EngineCore"
+
+NUM_STEPS = 150
+"""Of the scripts in which a fault is looked for."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,21 @@ class Fault:
         scope: dict[str, Any] = {}
         exec(code, function.__globals__, scope)
         return scope[function.__name__]
+
+
+def seeds_to_catch(fault: Fault, first_seed: int = 0, others: set[str] | None = None) -> int | None:
+    """Seeds, from `first_seed` on, until the injected fault is caught by its own checker; None when it is not.
+
+    Args:
+        others: takes the names of checkers that caught it before.
+    """
+    for seed in range(first_seed, first_seed + fault.max_seeds):
+        failure = run_seed(draw(seed, NUM_STEPS, fault.profile), Totals())
+        if failure is not None and failure.checker == fault.checker:
+            return seed - first_seed + 1
+        if failure is not None and others is not None:
+            others.add(failure.checker)
+    return None
 
 
 FAULTS = (
