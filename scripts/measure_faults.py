@@ -16,9 +16,8 @@ import sys
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-sys.path.insert(1, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import pytest
 from sim.faults import FAULTS, NUM_STEPS, Fault, seeds_to_catch
@@ -26,7 +25,7 @@ from sim.faults import FAULTS, NUM_STEPS, Fault, seeds_to_catch
 STARTS = (0, 1000, 2000, 3000, 4000)
 """First seeds; the tests begin at the first of them."""
 
-PAGE = ROOT / "docs" / "simulator.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "simulator.md"
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 
 
