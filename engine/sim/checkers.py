@@ -269,6 +269,7 @@ class Fairness:
                 if other.priority > request.priority:
                     raise Unfair("fairness", f"{request.id} was admitted while {other.id} waits, more important")
         if world.config.chunk_tokens is not None or world.is_blocked or not still:
+            self.num_late = 0
             return
         best = max(request.priority for request in still)
         lesser = [o for o in world.core.scheduler.running if o.priority < best - world.config.preemption_threshold]

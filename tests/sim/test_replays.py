@@ -84,3 +84,17 @@ def test_a_closing_session_that_is_closed_again_with_an_abort_may_be_opened_anew
         ),
     ]
     play(config, script, 11)
+
+
+def test_launches_in_which_a_lesser_one_may_run_on_are_counted_anew_for_each_that_waits() -> None:
+    """Seed 8 of wide: the checker of fairness, not the engine, added up those of two requests that waited."""
+    config = WorldConfig(
+        page_size=128, num_pages=4, context_len=642, resume_unit="page", policy="priority", overlap=True
+    )
+    script = [
+        Timed(0, False, Arrive(key=1, prompt=Prompt(tail=1, own=168), max_new=20, priority=-2)),
+        Timed(1, False, TakeTurn(key=2, session=1, tail=2, own=197, max_new=1)),
+        Timed(2, False, TakeTurn(key=3, session=0, tail=1, own=1, max_new=1)),
+        Timed(9, False, Arrive(key=4, prompt=Prompt(tail=0, own=205), max_new=1)),
+    ]
+    play(config, script, 11)
