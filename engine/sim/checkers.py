@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from devices.pages import ceil_page, is_whole_pages, page_count
+from devices.pages import ceil_page, floor_page, is_whole_pages, page_count
 from engine.request import Request, RequestStatus
 from engine.scheduler.queue import PATIENCE
 from engine.sim.failures import BrokenPromise, Leak, NoProgress, Unfair, WrongToken
@@ -185,7 +185,7 @@ class Hits:
             raise BrokenPromise("hits", f"{ticket.request.id} took {hit} of {length} tokens, pages of {page_size}")
         if not world.known.has(ticket.namespace, ticket.prompt[:hit]):
             raise BrokenPromise("hits", f"{ticket.request.id} took {hit} tokens that nobody like it has computed")
-        if not ticket.index and ticket.session is None:
+        if ticket.session is None:
             owed = world.published.longest(ticket.namespace, ticket.prompt[:-1])
             if hit < owed:
                 raise BrokenPromise("hits", f"{ticket.request.id} took {hit} tokens where {owed} are cached")
@@ -311,6 +311,60 @@ class Evictions:
             raise BrokenPromise("evictions", f"{world.families.num_excess} pages were evicted that nobody needed")
 
 
+class Demotions:
+    """An idle row gives way when something lacks, and not when nothing does any more."""
+
+    moments: tuple[Moment, ...] = ("launched", "collected")
+
+    def look(self, world: World, moment: Moment) -> None:
+        if world.allocator.num_wasted:
+            raise BrokenPromise("demotions", f"{world.allocator.num_wasted} idle rows gave way and nothing lacked")
+        if world.allocator.demoted and moment == "collected":
+            world.marks["row gave way"] += len(world.allocator.demoted)
+            world.allocator.demoted.clear()
+
+
+@dataclass(slots=True)
+class TurnHits:
+    """A turn continues from all that its session's row holds when it is admitted, as far as the device can.
+
+    Attributes:
+        held: before the launch, of each session with an idle row: readable tokens and those that are the tree's.
+    """
+
+    moments: tuple[Moment, ...] = ("start", "launched")
+    held: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def look(self, world: World, moment: Moment) -> None:
+        turns = [t for t in world.tickets if t.session is not None and t.cursor is None]
+        if moment == "start":
+            self.held = {t.session: held for t in turns if t.session is not None and (held := _held(world, t.session))}
+            return
+        for ticket in turns:
+            hit, session = ticket.request.cached_tokens, ticket.session
+            if hit is None or session is None:
+                continue
+            readable, protected = self.held.get(session, (0, 0))
+            is_right = world.row_versions.get(session) == ticket.weights_version
+            gave_way = any(one is ticket.request.held for one in world.allocator.demoted)
+            world.row_versions[session] = ticket.weights_version
+            owed = min(readable, len(ticket.prompt) - 1)
+            if world.config.resume_unit == "page" or owed < protected:
+                owed = floor_page(owed, world.config.page_size)
+            if owed and is_right and not gave_way:
+                world.marks["turn owed"] += 1
+                if hit < owed:
+                    raise BrokenPromise("turn hits", f"{ticket.request.id} took {hit} tokens of its row's {readable}")
+
+
+def _held(world: World, session: int) -> tuple[int, int] | None:
+    """Readable tokens of a session's idle row, and how many of them are the tree's."""
+    for one in world.core.sessions.sessions():
+        if one.id == name_of(session) and one.slot.is_idle:
+            return one.slot.record.kv_committed_len, one.slot.record.cache_protected_len
+    return None
+
+
 class Timeouts:
     """A session closes when it was idle for longer than its timeout, and not before."""
 
@@ -355,5 +409,16 @@ class Width:
 
 def checkers() -> list[Checker]:
     """New checkers for one run, in the order of their looks."""
-    half_steps = (Audit(), Tokens(), Reports(), Deadlines(), Timeouts(), Hits(), Progress(), Fairness(), Fences())
-    return [*half_steps, Evictions(), Width(), Idle()]
+    half_steps = (
+        Audit(),
+        Tokens(),
+        Reports(),
+        Deadlines(),
+        Timeouts(),
+        TurnHits(),
+        Hits(),
+        Progress(),
+        Fairness(),
+        Fences(),
+    )
+    return [*half_steps, Evictions(), Demotions(), Width(), Idle()]

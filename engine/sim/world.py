@@ -6,24 +6,22 @@ Nothing here draws anything: a world is a function of its configuration and of t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from devices.base import ResumeUnit
 from devices.null.device import Pair, null_capabilities
-from devices.page_pool import Fence, OutOfPages, PageFamilies, PageFamily
-from devices.pages import IntArray
+from devices.page_pool import Fence, PageFamily
 from engine.core import EngineCore
 from engine.request import Request, RequestStatus
 from engine.scheduler.scheduler import Scheduler
 from engine.sim.executor import NullRunner
 from engine.sim.oracle import Cursor, KnownPrefixes, continuation
-from mem_cache.allocation import KvAllocator
+from engine.sim.watched import RationedFamilies, WatchedAllocator, WatchedIdle, WatchedTree
 from mem_cache.kv_info import RowGeometry
 from mem_cache.rows import RowPool
 from mem_cache.sizing import row_width
 from mem_cache.tree.components import FullPages
-from mem_cache.tree.prefix_tree import PrefixTree
 
 VOCAB_SIZE = 4096
 EOS_TOKEN_IDS = frozenset(range(16))
@@ -109,52 +107,6 @@ class Ticket:
         return self.prompt + self.request.output_ids
 
 
-class WatchedTree(PrefixTree):
-    """Counts what it lets go.
-
-    Attributes:
-        num_evicted: pages since the start; `num_evicted_for_one`: since the last allocation.
-    """
-
-    num_evicted: int = 0
-    num_evicted_for_one: int = 0
-
-    def evict(self, num_pages: int) -> int:
-        before = self.num_evictable
-        gone = super().evict(num_pages)
-        self.num_evicted += before - self.num_evictable
-        self.num_evicted_for_one += before - self.num_evictable
-        return gone
-
-
-class RationedFamilies(PageFamilies):
-    """Pools whose n-th allocation from now fails although there are pages.
-
-    Attributes:
-        fails_in: successful allocations until then; None: none fails.
-        has_failed: one failed in this step.
-        tree: who makes room before an allocation.
-        num_excess: pages that it let go and no allocation needed.
-    """
-
-    fails_in: int | None = None
-    has_failed: bool = False
-    tree: WatchedTree
-    num_excess: int = 0
-
-    def alloc(self, demand: Mapping[str, int]) -> dict[str, IntArray]:
-        num_evicted, self.tree.num_evicted_for_one = self.tree.num_evicted_for_one, 0
-        if self.fails_in is not None:
-            self.fails_in -= 1
-            if self.fails_in < 0:
-                self.fails_in, self.has_failed = None, True
-                raise OutOfPages(demand["full"], self.pools["full"].num_free)
-        pool = self.pools["full"]
-        if num_evicted:
-            self.num_excess += max(0, pool.num_free + pool.num_pending - demand["full"])
-        return super().alloc(demand)
-
-
 @dataclass(slots=True)
 class LateFence:
     """Somebody outside still reads pages; those that are the tree's may not change until the fence is lifted."""
@@ -187,6 +139,7 @@ class World:
         known: what the tree may know; `published`: what it must know, as long as nothing is evicted.
         histories: tokens of each open session's finished turns; `closing`: sessions that close with their turn.
         branches: request ids of the branching session, by the key of their arrival.
+        row_versions: weights that computed each session's row.
         timeouts: idle seconds after which sessions close, where they do; `last_used_s`: since when they are idle.
         marks: how often each rare thing happened; a test asserts that none stays at zero.
         step: number of the current step, from 0.
@@ -196,6 +149,7 @@ class World:
     config: WorldConfig
     clock: Clock
     families: RationedFamilies
+    allocator: WatchedAllocator
     runner: NullRunner
     core: EngineCore
     known: KnownPrefixes
@@ -206,6 +160,7 @@ class World:
     histories: dict[int, list[int]] = field(default_factory=dict)
     closing: set[int] = field(default_factory=set)
     branches: dict[int, str] = field(default_factory=dict)
+    row_versions: dict[int, int] = field(default_factory=dict)
     timeouts: dict[int, float] = field(default_factory=dict)
     last_used_s: dict[int, float] = field(default_factory=dict)
     fences: list[LateFence] = field(default_factory=list)
@@ -275,8 +230,9 @@ def build(config: WorldConfig) -> World:
     tree = families.tree = WatchedTree((FullPages(families.pools["full"]),), page_size, config.eviction)
     clock = Clock()
     capabilities = null_capabilities(page_size, resume_unit=config.resume_unit, overlap=config.overlap)
+    allocator = WatchedAllocator(families, rows, tree, caching=config.caching)
     scheduler = Scheduler(
-        KvAllocator(families, rows, tree, caching=config.caching),
+        allocator,
         capabilities,
         policy=config.policy,
         conservativeness=config.conservativeness,
@@ -297,4 +253,5 @@ def build(config: WorldConfig) -> World:
         random_seed=0,
         log_interval=1 << 60,
     )
-    return World(config, clock, families, runner, core, KnownPrefixes(page_size), KnownPrefixes(page_size))
+    allocator.idle = WatchedIdle(core.sessions, allocator)
+    return World(config, clock, families, allocator, runner, core, KnownPrefixes(page_size), KnownPrefixes(page_size))

@@ -410,8 +410,8 @@ FAULTS = (
     Fault(
         "a token is drawn for the wrong place",
         "engine.scheduler.columns:_sampling_columns",
-        "request.num_known for",
-        "request.num_known - 1 for",
+        "request.num_known + request.num_ahead for",
+        "request.num_known + request.num_ahead - 1 for",
         "tokens",
     ),
     # Sessions.
