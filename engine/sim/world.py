@@ -108,6 +108,16 @@ class Ticket:
 
 
 @dataclass(slots=True)
+class BranchNode:
+    """A request of the branching session. `after`: key of the one it continues; `is_forgotten`: it was replaced."""
+
+    request_id: str
+    prompt_len: int
+    after: int | None
+    is_forgotten: bool = False
+
+
+@dataclass(slots=True)
 class LateFence:
     """Somebody outside still reads pages; those that are the tree's may not change until the fence is lifted."""
 
@@ -138,7 +148,7 @@ class World:
         has_launched: the last launch had a step; `is_ahead`: it was planned while a result was on its way.
         known: what the tree may know; `published`: what it must know, as long as nothing is evicted.
         histories: tokens of each open session's finished turns; `closing`: sessions that close with their turn.
-        branches: request ids of the branching session, by the key of their arrival.
+        branches: requests of the branching session, by the key of their arrival.
         row_versions: weights that computed each session's row.
         timeouts: idle seconds after which sessions close, where they do; `last_used_s`: since when they are idle.
         marks: how often each rare thing happened; a test asserts that none stays at zero.
@@ -159,7 +169,7 @@ class World:
     changed: list[Request] = field(default_factory=list)
     histories: dict[int, list[int]] = field(default_factory=dict)
     closing: set[int] = field(default_factory=set)
-    branches: dict[int, str] = field(default_factory=dict)
+    branches: dict[int, BranchNode] = field(default_factory=dict)
     row_versions: dict[int, int] = field(default_factory=dict)
     timeouts: dict[int, float] = field(default_factory=dict)
     last_used_s: dict[int, float] = field(default_factory=dict)

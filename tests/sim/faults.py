@@ -153,7 +153,7 @@ FAULTS = (
         "if publish and",
         "if False and",
         "hits",
-        "chat",
+        "branches",
     ),
     Fault(
         "a turn keeps reserved pages",
@@ -251,7 +251,7 @@ FAULTS = (
         "return tokens * TOKEN_BYTES // self.page_bytes",
         "return -(-tokens * TOKEN_BYTES // self.page_bytes)",
         "hits",
-        "siblings",
+        "mixed",
     ),
     Fault(
         "KV of old weights is found",
