@@ -293,6 +293,14 @@ FAULTS = (
         "trouble",
     ),
     Fault(
+        "KV of an aborted request's result that is no number is cached",
+        f"{SCHEDULER}._result_of",
+        "publish=is_finite",
+        "publish=True",
+        "tokens",
+        "trouble",
+    ),
+    Fault(
         "a token is shown after an abort",
         f"{SCHEDULER}._result_of",
         "if request.abort_requested:",

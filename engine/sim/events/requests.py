@@ -247,14 +247,24 @@ def _fits(world: World, ticket: Ticket) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """The result of a launched step is no number for one of its requests. `place`: among the running ones."""
+    """The result of a launched step is no number for one of its requests.
+
+    Attributes:
+        place: among the running ones.
+        aborted: it is aborted just before, when nothing else can be seen of that result any more.
+    """
 
     place: int
+    aborted: bool = False
 
     def apply(self, world: World) -> str:
         ticket = world.running(self.place)
         if ticket is None or world.core.num_in_flight == 0:
             return "nan?"
+        if self.aborted:
+            Abort(ticket.key, ticket.index).apply(world)
+            if ticket.request.finish is not None:
+                return "nan?"
         world.runner.nan_row = ticket.request.kv.row
         ticket.is_nan_due = True
         world.marks["not finite"] += 1
@@ -268,5 +278,5 @@ KINDS = (
     Kind("abort retracted", lambda swarm: AbortRetracted(swarm.rng.randrange(8))),
     Kind("disconnect", lambda swarm: Disconnect(swarm.rng.randrange(8))),
     Kind("retract", lambda swarm: Retract(swarm.rng.randrange(8))),
-    Kind("not finite", lambda swarm: NotFinite(swarm.rng.randrange(8)), in_flight=1.0),
+    Kind("not finite", lambda s: NotFinite(s.rng.randrange(8), s.rng.random() < 0.3), in_flight=1.0),
 )
