@@ -165,3 +165,9 @@ def next_tokens(hashes: Iterable[int], salts: Iterable[int], vocab_size: int) ->
         x = (x ^ x >> 30) * MIX_FACTOR & ALL_64_BITS
         tokens.append((x ^ x >> 31) % vocab_size)
     return tokens
+
+
+def score(text_hash: int, token: int) -> float:
+    """The logprob of a token behind a text: one of 2**24 numbers of (-16, 0], so that float32 holds it exactly."""
+    x = (text_hash ^ token * TOKEN_FACTOR) * MIX_FACTOR & ALL_64_BITS
+    return -float(x >> 40) / 2**20

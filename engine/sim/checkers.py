@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from devices.pages import ceil_page, floor_page, is_whole_pages, page_count
-from engine.request import Request, RequestStatus
+from engine.request import Request, RequestStatus, TokenLogprob
 from engine.scheduler.queue import PATIENCE
 from engine.sim.failures import BrokenPromise, Leak, NoProgress, Unfair, WrongToken
-from engine.sim.oracle import Cursor
-from engine.sim.world import Ticket, World, name_of
+from engine.sim.oracle import INDEX, MASK, Cursor, extended_hash, next_token, score
+from engine.sim.world import VOCAB_SIZE, Ticket, World, name_of
 
 Moment = Literal["start", "launched", "collected", "idle"]
 
@@ -109,6 +109,41 @@ class Tokens:
         world.marks[f"end {finish.reason}"] += 1
 
 
+class Logprobs:
+    """A request that ended by itself has the logprob of every token that it asked for, each behind the right text."""
+
+    moments: tuple[Moment, ...] = ("launched", "collected")
+
+    def look(self, world: World, moment: Moment) -> None:
+        for ticket in world.tickets:
+            finish, scores = ticket.request.finish, ticket.request.scores
+            if finish is None or scores is None or finish.reason not in ("stop", "length") or ticket.are_weights_mixed:
+                continue
+            start = ticket.request.params.logprob_start_len
+            want: list[object] = [] if start else [None]
+            want += self._wanted(ticket, max(1, start) if start >= 0 else len(ticket.prompt))
+            got = [*scores.prompt, *scores.output]
+            if len(scores.output) != ticket.request.num_output or got != want:
+                place = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), "the end")
+                raise WrongToken("logprobs", f"{ticket.request.id} has {len(got)} of {len(want)}, wrong at {place}")
+            world.marks["scored"] += 1
+            world.marks["scored prompt"] += start >= 0
+
+    def _wanted(self, ticket: Ticket, first: int) -> list[TokenLogprob]:
+        """Of the tokens from place `first` on, with what the request wants to see beside each."""
+        params, tokens, version = ticket.request.params, ticket.tokens, ticket.weights_version
+        text, wanted = extended_hash(0, 0, tokens[:first], version), []
+        for place, token in enumerate(tokens[first:], start=first):
+            best = [
+                next_token((text + (n + 1) * INDEX) & MASK, 0, None, VOCAB_SIZE) for n in range(params.top_logprobs_num)
+            ]
+            top = tuple((one, score(text, one)) for one in best)
+            extra = tuple((one, score(text, one)) for one in params.token_ids_logprob)
+            wanted.append(TokenLogprob(token, score(text, token), top, extra))
+            text = extended_hash(text, place, (token,), version)
+        return wanted
+
+
 class Reports:
     """The engine names each request that ended, once, unless an abort ended it at once."""
 
@@ -186,7 +221,9 @@ class Hits:
         if not world.known.has(ticket.namespace, ticket.prompt[:hit]):
             raise BrokenPromise("hits", f"{ticket.request.id} took {hit} tokens that nobody like it has computed")
         if ticket.session is None:
-            owed = world.published.longest(ticket.namespace, ticket.prompt[:-1])
+            scored_from = ticket.request.params.logprob_start_len  # whatever scores a prompt token is computed
+            most = length - 1 if scored_from < 0 else max(0, min(scored_from, length) - 1)
+            owed = world.published.longest(ticket.namespace, ticket.prompt[:most])
             if hit < owed:
                 raise BrokenPromise("hits", f"{ticket.request.id} took {hit} tokens where {owed} are cached")
             world.marks["hit owed"] += owed > 0
@@ -412,6 +449,7 @@ def checkers() -> list[Checker]:
     half_steps = (
         Audit(),
         Tokens(),
+        Logprobs(),
         Reports(),
         Deadlines(),
         Timeouts(),

@@ -6,15 +6,17 @@ the last step are spoiled, then the new tokens are written and everything is rea
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
+from itertools import accumulate
 
 import numpy as np
 
 from devices.base import Capabilities
-from devices.null.device import SPOILED, NullKv, next_tokens
+from devices.null.device import SPOILED, NullKv, next_tokens, score
 from devices.page_pool import PADDING_PAGE
 from devices.pages import IntArray, align_resume
-from engine.step import SamplingColumns, StepInput, StepOutput
+from engine.step import SamplingColumns, ScoreColumns, Scores, StepInput, StepOutput
 from mem_cache.kv_info import RowGeometry
 from mem_cache.rows import table_width
 
@@ -97,6 +99,11 @@ class NullRunner:
         tokens = next_tokens(hashes, _salts(step.sampling), self._vocab_size)
         if tokens:
             self._sampled = tokens
+        scores = None
+        if step.scores is not None:
+            scored = self._prompt_texts(step.scores, tables, starts, num_new)
+            scored += [(hashes[row], tokens[row]) for row in step.scores.sampled_row.tolist()]
+            scores = self._scores(step.scores, scored)
         if not all(is_finite):
             sampled_finite = [finite for finite, samples in zip(is_finite, is_sampled, strict=True) if samples]
             tokens = [token for token, finite in zip(tokens, sampled_finite, strict=True) if finite]
@@ -106,6 +113,31 @@ class NullRunner:
             np.array(is_sampled, dtype=np.int32),
             np.array(tokens, dtype=np.int32),
             np.array(is_finite, dtype=np.bool_),
+            scores,
+        )
+
+    def _prompt_texts(
+        self, wanted: ScoreColumns, tables: list[list[int]], starts: list[int], num_new: list[int]
+    ) -> list[tuple[int, int]]:
+        """Of each prompt token to score: the hash of the text before it, and its id."""
+        firsts = list(accumulate(num_new, initial=0))
+        texts = []
+        for place, target in zip(wanted.place.tolist(), wanted.target.tolist(), strict=True):
+            row = bisect_right(firsts, place) - 1
+            texts.append((self.kv.read(tables[row], starts[row] + place - firsts[row] + 1), target))
+        return texts
+
+    def _scores(self, wanted: ScoreColumns, scored: list[tuple[int, int]]) -> Scores:
+        """`scored`: text and token of each score. The best tokens are drawn with salts 1, 2, ..."""
+        n = wanted.top_n
+        best = [next_tokens([text] * n, range(1, n + 1), self._vocab_size) for text, _ in scored]
+        top = [[score(text, token) for token in tokens] for (text, _), tokens in zip(scored, best, strict=True)]
+        extras = zip(wanted.extra_score.tolist(), wanted.extra_token_id.tolist(), strict=True)
+        return Scores(
+            np.array([score(text, token) for text, token in scored], dtype=np.float32),
+            np.array(best, dtype=np.int32).reshape(len(scored), n),
+            np.array(top, dtype=np.float32).reshape(len(scored), n),
+            np.array([score(scored[place][0], token) for place, token in extras], dtype=np.float32),
         )
 
     def _write(

@@ -54,6 +54,11 @@ def next_token(text_hash: int, length: int, seed: int | None, vocab_size: int) -
     return (x ^ x >> 31) % vocab_size
 
 
+def score(text_hash: int, token: int) -> float:
+    """The logprob of a token behind a text."""
+    return -float((((text_hash ^ (token * TOKEN)) * MIX) & MASK) >> 40) / 1048576.0
+
+
 def continuation(
     prompt: Sequence[int],
     num_new: int,

@@ -103,6 +103,11 @@ class Ticket:
         return self.weights_version, self.salt
 
     @property
+    def are_weights_mixed(self) -> bool:
+        """Whether the weights changed since it arrived."""
+        return self.certain < 1 << 30
+
+    @property
     def tokens(self) -> list[int]:
         return self.prompt + self.request.output_ids
 

@@ -298,7 +298,7 @@ FAULTS = (
         "publish=is_finite",
         "publish=True",
         "tokens",
-        "trouble",
+        "chat",
     ),
     Fault(
         "a token is shown after an abort",
@@ -535,5 +535,29 @@ FAULTS = (
         "pass",
         "demotions",
         "chat",
+    ),
+    Fault(
+        "a logprob is taken one place late",
+        "engine.scheduler.columns:_score_columns",
+        "places.append(first + position - 1 - start)",
+        "places.append(first + min(position, end - 1) - start)",
+        "logprobs",
+        "siblings",
+    ),
+    Fault(
+        "what scores a prompt token comes from the cache",
+        "engine.request:Request.max_cached_len",
+        "return min(self.num_known - 1, scoring_from)",
+        "return self.num_known - 1",
+        "logprobs",
+        "siblings",
+    ),
+    Fault(
+        "siblings do not get the prompt's logprobs",
+        f"{SCHEDULER}._fork_siblings",
+        "sibling.scores.prompt = list(request.scores.prompt)",
+        "pass",
+        "logprobs",
+        "siblings",
     ),
 )
