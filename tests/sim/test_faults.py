@@ -16,7 +16,8 @@ def test_a_fault_is_caught(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_there_is_a_fault_for_every_checker() -> None:
     looking = {"audit", "idle", "tokens", "reports", "deadlines", "hits", "progress", "fairness", "fences", "width"}
-    promising = {"arrive", "abort", "retract", "flush", "bump"}
+    looking |= {"logprobs", "turn hits", "demotions", "evictions", "timeouts"}
+    promising = {"arrive", "abort", "retract", "flush", "bump", "fork", "branch"}
     assert {fault.checker for fault in FAULTS} >= {"crash", *looking, *promising}
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 25
 
