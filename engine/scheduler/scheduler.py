@@ -371,7 +371,7 @@ class Scheduler:
         request = chunk.request
         request.kv.commit(chunk.end)
         if request.abort_requested:
-            return self._end(request, Finish("abort"))
+            return self._end(request, Finish("abort"), publish=is_finite)
         if not is_finite:
             if request.grammar is not None and request.grammar.problem:
                 return self._end(request, Finish("error", message=request.grammar.problem))
