@@ -237,14 +237,6 @@ class Device(Protocol):
         """Copy one page's keys and values in every layer, after what was launched before."""
         ...
 
-    def download(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to copy `results` to the host, behind what was launched before.
-
-        Returns:
-            Waits for that copy, and for nothing launched later; gives a tensor on the host.
-        """
-        ...
-
     def capture(self, run: Callable[[], None], backends: Sequence[AttentionBackend], num_rows: int) -> CapturedGraph:
         """Record what `run` launches; only called when the capabilities have `graph_capture`.
 
@@ -254,6 +246,14 @@ class Device(Protocol):
             backends: those that `run` uses; each has planned that step, with the widest page tables there will be.
         Raises:
             GraphsUnsupported.
+        """
+        ...
+
+    def download(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to copy `results` to the host, behind what was launched before.
+
+        Returns:
+            Waits for that copy, and for nothing launched later; gives a tensor on the host.
         """
         ...
 

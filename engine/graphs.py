@@ -30,7 +30,8 @@ class StepColumns:
     """A step on the host, before anything of it is on the device.
 
     Attributes:
-        token_ids, positions: int32 [tokens]; a negative token id is a reference, see `engine.step.refer`.
+        token_ids: int32 [tokens]; below 0 a reference to a token of the step before (`engine.step.refer`).
+        positions: int32 [tokens].
         query_lens, seq_lens: int32 [batch], see `AttentionMetadata`.
         tables: page ids, int32 [batch, pages].
         slots: int64 [tokens].
@@ -43,14 +44,14 @@ class StepColumns:
     tables: IntArray
     slots: npt.NDArray[np.int64]
 
-    def tokens(self, sampled: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Token ids on the device, int64 [tokens]. `sampled`: what the step before sampled, int64 there."""
-        token_ids = torch.from_numpy(self.token_ids.astype(np.int64)).to(device)
-        return resolved(token_ids, sampled) if self.token_ids.min() < 0 else token_ids
-
     def attention(self, page_size: int, device: torch.device) -> AttentionMetadata:
         tables = torch.from_numpy(self.tables).to(device)
         return AttentionMetadata(self.query_lens, self.seq_lens, tables, self.slots, page_size)
+
+    def tokens_on(self, device: torch.device, sampled: torch.Tensor) -> torch.Tensor:
+        """The token ids on the device, int64 [tokens]; `sampled`: what the step before sampled, int64."""
+        token_ids = torch.from_numpy(self.token_ids.astype(np.int64)).to(device)
+        return resolved(token_ids, sampled) if self.token_ids.min() < 0 else token_ids
 
     def padded(self, size: int) -> StepColumns:
         """With rows of padding up to `size`; each writes a slot of its own in the padding page."""
@@ -133,7 +134,9 @@ class DecodeGraphs:
     def prepare(self, step: StepColumns, sampled: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """What computes the step's hidden states, [batch, hidden_size]; None when it has to run eagerly.
 
-        The result is the graph's own tensor: it holds until the next replay. `sampled`: see `StepColumns.tokens`.
+        `sampled`: what the step before sampled, int64, on the device.
+
+        The result is the graph's own tensor: it holds until the next replay.
         """
         num_rows = len(step.query_lens)
         place = bisect_left(self._sizes, num_rows)
@@ -185,7 +188,7 @@ class _Graph:
     @torch.inference_mode()
     def prepare(self, step: StepColumns, sampled: torch.Tensor) -> Callable[[], torch.Tensor]:
         padded = step.padded(self._size)
-        self._token_ids.copy_(padded.tokens(sampled, self._device))
+        self._token_ids.copy_(padded.tokens_on(self._device, sampled))
         self._positions.copy_(torch.from_numpy(padded.positions))
         planned = self._plan(padded)
 

@@ -120,7 +120,7 @@ class ModelRunner:
         started = time.perf_counter()
         hidden = forward()
         ends = hidden[len(hidden) - len(step.rows) :]
-        where = None if step.is_sampled.all() else self._places(step.is_sampled)
+        where = None if step.is_sampled.all() else torch.from_numpy(np.flatnonzero(step.is_sampled)).to(hidden.device)
         logits = self._logits(ends if where is None else ends[where])
         choices = logits if step.edits is None else edited(logits, step.edits)
         sampled = sample(choices if step.allowed is None else masked(choices, step.allowed), step.sampling)
@@ -182,10 +182,6 @@ class ModelRunner:
         extra = _extras(wanted, num_prompt, num_prompt + len(rows), hidden.device)
         return joined([*parts, score(logits[rows], token_ids[rows], wanted.top_n, *extra)])
 
-    def _places(self, is_wanted: npt.NDArray[np.bool_]) -> torch.Tensor:
-        """Indices of what a mask keeps, on the device: a mask there would have to be counted first."""
-        return torch.from_numpy(np.flatnonzero(is_wanted)).to(self._device.torch_device)
-
     def _prepare(self, step: StepInput) -> Callable[[], torch.Tensor]:
         """Bring page tables up to date, plan attention, put the step's columns on the device.
 
@@ -218,7 +214,7 @@ class ModelRunner:
         if step.scores is not None:
             wanted = np.concatenate([step.scores.place, wanted])
         inputs = ForwardInputs(
-            columns.tokens(self._sampled, to),
+            columns.tokens_on(to, self._sampled),
             torch.from_numpy(columns.positions).to(to),
             torch.from_numpy(wanted).to(to),
         )

@@ -88,11 +88,11 @@ class CpuDevice:
             layer.k[target].copy_(layer.k[source])
             layer.v[target].copy_(layer.v[source])
 
-    def download(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return lambda: results
-
     def capture(self, run: Callable[[], None], backends: Sequence[AttentionBackend], num_rows: int) -> CapturedGraph:
         raise GraphsUnsupported(self.name)
+
+    def download(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: results
 
     def synchronize(self) -> None:
         """CPU work is done when its call returns."""

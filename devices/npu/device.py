@@ -93,23 +93,24 @@ class NpuDevice:
             layer.k[target].copy_(layer.k[source])
             layer.v[target].copy_(layer.v[source])
 
-    def download(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
-        host = torch.empty_like(results, device="cpu").pin_memory()
-        host.copy_(results, non_blocking=True)
-        done = self._runtime.Event()
-        done.record()
-
-        def wait() -> torch.Tensor:
-            done.synchronize()
-            return host
-
-        return wait
-
     def capture(self, run: Callable[[], None], backends: Sequence[AttentionBackend], num_rows: int) -> CapturedGraph:
         own = [backend for backend in backends if isinstance(backend, NpuAttention)]
         if self._graph_pool is None:
             self._graph_pool = self._runtime.graph_pool_handle()
         return capture(self._runtime, run, own, num_rows, self._graph_pool)
+
+    def download(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Into pinned memory, for only such a copy lets the host go on."""
+        on_host = torch.empty(results.shape, dtype=results.dtype).pin_memory()
+        on_host.copy_(results, non_blocking=True)
+        done = self._runtime.Event()
+        done.record()
+
+        def wait() -> torch.Tensor:
+            done.synchronize()
+            return on_host
+
+        return wait
 
     def synchronize(self) -> None:
         self._runtime.synchronize()
