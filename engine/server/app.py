@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from engine.assembly import load_tokenizer
 from engine.config import EngineConfig, ServerArgs
 from engine.errors import ConfigError
-from engine.server import control_api, native_api, openai_api, refusals
+from engine.server import control_api, native_api, openai_api, refusals, responses_api
 from engine.server.engine_client import EngineClient
 from engine.server.gate import Gate
 from engine.server.metrics import Metrics
@@ -34,8 +34,9 @@ def create_app(serving: Serving) -> FastAPI:
     """All routes behind the gate."""
     app = FastAPI(title="Rung", docs_url=None, redoc_url=None)
     app.state.serving = serving
+    app.state.responses = responses_api.open_store(serving)
     app.state.is_draining = False
-    for api in (openai_api, native_api, control_api):
+    for api in (openai_api, responses_api, native_api, control_api):
         app.include_router(api.router)
     refusals.install(app)
     app.add_middleware(Gate, args=serving.args)

@@ -167,6 +167,11 @@ class EngineClient:
             raise
         return answer
 
+    def tell(self, name: str, **arguments: Any) -> None:
+        """Send one of `Commands` and do not wait: what is sent later is taken later. A refusal is not heard."""
+        if not self.died.is_set():
+            self._send(Call(uuid.uuid4().hex, name, arguments))
+
     async def call(self, name: str, **arguments: Any) -> Any:
         """The result of one of `Commands`. Raises BadRequest: it was refused. EngineDied."""
         self._check_alive()

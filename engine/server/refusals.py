@@ -39,8 +39,10 @@ def as_error(error: Exception) -> tuple[int, dict[str, Any]]:
         status = _STATUS_OF_KIND.get(error.kind, 400)
         return status, error_body(status, str(error), param=error.field, code=code)
     if isinstance(error, BadRequest):
-        is_too_long = error.field == "prompt" and ("context" in error.rule or "can never fit" in error.rule)
+        is_too_long = error.field in ("prompt", "input") and ("context" in error.rule or "can never fit" in error.rule)
         code = "context_length_exceeded" if is_too_long else "invalid_value"
+        if error.field == "previous_response_id":
+            code = "previous_response_not_found"
         return 400, error_body(400, str(error), param=error.field, code=code)
     if isinstance(error, EngineDied):
         return 503, error_body(503, "the engine has stopped; the server is shutting down", code="engine_stopped")
