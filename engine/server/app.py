@@ -110,9 +110,11 @@ async def _serve(config: EngineConfig, args: ServerArgs, listener: socket.socket
         )
         host, port = listener.getsockname()[:2]
         logger.info("serving %s on http://%s:%d", serving.model_name, host, port)
-        watch = asyncio.create_task(_stop_with_engine(client, server))
+        watches = [_stop_with_engine(client, server), serving.metrics.watch_event_loop()]
+        tasks = [asyncio.create_task(watch) for watch in watches]
         await server.serve(sockets=[listener])
-        watch.cancel()
+        for task in tasks:
+            task.cancel()
         if client.died.is_set():
             logger.error("the engine process has ended: %s", client.reason)
             return STATUS_ENGINE_DIED

@@ -132,7 +132,7 @@ class Generation:
                 previous_s[choice] = now
             piece = _piece(message, text, num_tokens[choice])
             if prompt.counts and piece.usage is not None:
-                metrics.finished(piece.usage, message.finish, now - self._arrival_s)
+                metrics.finished(piece.usage, message.finish, now - self._arrival_s, message.queue_s)
             yield piece
 
     def drop(self) -> None:

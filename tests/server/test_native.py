@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from typing import Any
 
 import pytest
@@ -177,6 +178,37 @@ def test_metrics_count_answers_and_not_probes(server):
     assert metric(server, "inter_token_latency_seconds_count") > 0
     assert metric(server, "kv_tokens_by_owner") == 4096
     assert metric(server, "prefix_hit_quantum_tokens") == 16
+    assert metric(server, "queue_time_seconds_count") == metric(server, "num_requests_total")
+    assert metric(server, "event_loop_lag_seconds_count") > 0
+
+
+def test_gauges_are_right_without_a_step(server):
+    """What an abort, a session or a flush changes while nothing runs is said with the next sign of life."""
+    server.post("/pause_generation", {})
+    body = {"text": "x", "sampling_params": {**GREEDY, "max_new_tokens": 400}, "stream": True, "rid": "waits"}
+    with server.http() as client, client.stream("POST", "/generate", json=body):
+        wait_for(lambda: metric(server, "num_queue_reqs") == 1)
+        server.post("/abort_request", {"rid": "waits"})
+        wait_for(lambda: metric(server, "num_queue_reqs") == 0)
+    server.post("/continue_generation", {})
+    before = metric(server, "num_streaming_sessions")
+    name = server.post("/open_session", {})
+    wait_for(lambda: metric(server, "num_streaming_sessions") == before + 1)
+    server.post("/close_session", {"session_id": name})
+    wait_for(lambda: metric(server, "num_streaming_sessions") == before)
+    misses = {"never_seen": [8] * 20, "below_page": [8]}
+    server.post("/flush_cache", {})
+    for reason, ids in misses.items():
+        before = metric(server, f'prefix_miss_reason_total{{reason="{reason}"')
+        generate(server, ids)
+        wait_for(lambda: metric(server, f'prefix_miss_reason_total{{reason="{reason}"') == before + 1)  # noqa: B023
+
+
+def wait_for(condition, limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.05)
 
 
 def test_flush_pause_and_go_on(server):
