@@ -20,6 +20,7 @@ from engine.assembly import load_tokenizer
 from engine.config import EngineConfig, ServerArgs
 from engine.errors import ConfigError
 from engine.server import control_api, native_api, openai_api, refusals, responses_api
+from engine.server.bounded_http import MAX_HEADER_BYTES, BoundedHttp
 from engine.server.engine_client import EngineClient
 from engine.server.gate import Gate
 from engine.server.metrics import Metrics
@@ -27,7 +28,7 @@ from engine.server.serving import Serving
 
 logger = logging.getLogger("rung")
 STATUS_ENGINE_DIED = 3
-HEADER_TIMEOUT_S = 10
+KEEP_ALIVE_S = 10
 
 
 def create_app(serving: Serving) -> FastAPI:
@@ -39,7 +40,7 @@ def create_app(serving: Serving) -> FastAPI:
     for api in (openai_api, responses_api, native_api, control_api):
         app.include_router(api.router)
     refusals.install(app)
-    app.add_middleware(Gate, args=serving.args)
+    app.add_middleware(Gate, args=serving.args, metrics=serving.metrics)
     return app
 
 
@@ -103,7 +104,10 @@ async def _serve(config: EngineConfig, args: ServerArgs, listener: socket.socket
                 app,
                 log_config=None,
                 access_log=False,
-                timeout_keep_alive=HEADER_TIMEOUT_S,
+                http=BoundedHttp,
+                ws="none",
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(args.drain_timeout_s),
                 server_header=False,
             )

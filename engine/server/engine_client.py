@@ -245,8 +245,12 @@ class EngineClient:
     async def _watch(self) -> None:
         """Notice the process's end, and let the messages that it sent before arrive."""
         assert self._process is not None
-        while self._process.is_alive():
-            await asyncio.sleep(DEATH_POLL_S)
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._process.sentinel, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(self._process.sentinel)
         await asyncio.sleep(DEATH_POLL_S)
         code = self._process.exitcode
         self._fail(self.reason or f"the engine process ended with status {code}")

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -112,6 +112,8 @@ class Metrics:
 
         self.time_to_first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self.inter_token = histogram("inter_token_latency_seconds", "Between two pieces of an answer.")
+        text = "HTTP requests that are being answered, but for health and control."
+        self.num_http_requests = Gauge("rung:num_http_requests", text, registry=self.registry)
         self.queue_time = histogram("queue_time_seconds", "From arrival to the first step.")
         self.event_loop_lag = histogram("event_loop_lag_seconds", "How late the API process wakes.")
         self.end_to_end = histogram("e2e_request_latency_seconds", "From arrival to the end.")
