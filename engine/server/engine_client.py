@@ -159,8 +159,8 @@ class EngineClient:
             raise BadRequest("rid", message.id, "a request with this id is still running; choose another")
         self._check_alive()
         self._answers[message.id] = answer
-        self._send(message)
         try:
+            self._send(message)
             await answer.accepted()
         except BaseException:
             self.forget(message.id, abort=True)
@@ -177,8 +177,8 @@ class EngineClient:
         self._check_alive()
         call_id = uuid.uuid4().hex
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._send(Call(call_id, name, arguments))
         try:
+            self._send(Call(call_id, name, arguments))
             return await future
         finally:
             del self._calls[call_id]
@@ -203,7 +203,13 @@ class EngineClient:
             raise EngineDied(self.reason)
 
     def _send(self, message: ToEngine) -> None:
-        self._outgoing.send(encode(message), flags=zmq.DONTWAIT)
+        """Raises BadRequest: JSON can hold it and a message cannot."""
+        try:
+            encoded = encode(message)
+        except (UnicodeEncodeError, OverflowError) as error:
+            rule = "has a text that is not valid Unicode, or a number beyond 64 bits"
+            raise BadRequest("body", str(error), rule) from None
+        self._outgoing.send(encoded, flags=zmq.DONTWAIT)
 
     async def _receive(self) -> None:
         while True:

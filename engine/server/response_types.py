@@ -6,6 +6,7 @@ input         ->  messages: text, messages, function calls and their outputs
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -62,6 +63,10 @@ class ResponseRequest(Sampled):
             raise BadRequest("truncation", self.truncation, "must be disabled: nothing is cut out of a conversation")
         if self.n != 1:
             raise BadRequest("n", self.n, "a response has one answer")
+        try:  # a response repeats its request
+            json.dumps(self.model_dump(), ensure_ascii=False, allow_nan=False).encode()
+        except ValueError as error:
+            raise BadRequest("input", str(error), "has a text that is not valid Unicode, or no number") from None
         texts = [text for pair in self.metadata.items() for text in pair]
         if len(self.metadata) > MAX_METADATA or any(len(text) > MAX_METADATA_CHARS for text in texts):
             rule = f"entries; at most {MAX_METADATA} are kept, each text of at most {MAX_METADATA_CHARS} characters"
