@@ -141,6 +141,13 @@ def test_sessions_refuse_with_the_right_status(server):
     server.post("/sessions/s/rewind", {}, 400)
     server.post("/sessions/s/hold", {"seconds": -1}, 400)
     server.post("/sessions/none/fork", {}, 404)
+    server.post("/sessions/s/rewind", {"tokens": 5})
+    server.post("/pause_generation", {})
+    body = {"input_ids": [5], "session_params": {"id": "s"}, "sampling_params": GREEDY, "stream": True}
+    with server.http() as client, client.stream("POST", "/generate", json=body) as running:
+        assert turn(server, "s", [5], 409)["error"]["code"] == "session_busy"
+        server.post("/continue_generation", {})
+        assert running.read()
     server.post("/close_session", {"session_id": "s"})
     assert turn(server, "s", [5], 404)["error"]["code"] == "session_unknown"
 
