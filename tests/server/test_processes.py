@@ -82,9 +82,10 @@ def test_draining_has_a_limit(own_server):
 
 def test_a_second_signal_does_not_wait(own_server):
     server = own_server()
-    with server.http() as client, client.stream("POST", "/generate", json={**SLOW, "stream": True}) as answer:
+    server.post("/pause_generation", {"mode": "in_place"})  # the request cannot end by itself
+    body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+    with server.http() as client, client.stream("POST", "/v1/chat/completions", json=body) as answer:
         next(answer.iter_lines())
-        server.post("/pause_generation", {"mode": "in_place"})
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: "draining" in server.log.read_text())
         server.process.send_signal(signal.SIGTERM)
