@@ -37,6 +37,17 @@ class RowGeometry:
     def __post_init__(self) -> None:
         if not is_whole_pages(self.row_width, self.page_size):
             raise ValueError(f"row_width={self.row_width} is not whole pages of {self.page_size}")
+        for family in self.families:
+            if not is_whole_pages(family.tokens_per_page, self.page_size):
+                raise ValueError(f"{family}: its pages are not whole pages of the row's {self.page_size} tokens")
+            if not is_whole_pages(self.page_size, family.ratio):
+                raise ValueError(f"{family}: a page of {self.page_size} tokens ends inside an entry")
+        if sum(family.window is not None for family in self.families) > 1:
+            raise ValueError("a row has one window cursor: layers with windows share a family, of the largest window")
+
+    def is_coarse(self, family: PageFamily) -> bool:
+        """Whether a page of the family stands for several pages of the row: a row's own part may start inside one."""
+        return family.tokens_per_page > self.page_size
 
 
 class OwnerKind(Enum):

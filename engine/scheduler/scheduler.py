@@ -22,7 +22,8 @@ from engine.scheduler.columns import Chunk, Score, deliver_scores, step_input
 from engine.scheduler.estimate import OutputEstimate
 from engine.scheduler.queue import WaitingQueue
 from engine.step import StepInput, StepOutput
-from mem_cache.allocation import KvAllocator, Plan, extend, plan
+from mem_cache.allocation import KvAllocator
+from mem_cache.growth import Plan, extend, plan
 from mem_cache.kv_info import ReqKvInfo, Turn
 from mem_cache.rows import OutOfRows
 from session.session import Session
