@@ -8,7 +8,7 @@ back. What `release` frees is a pure function of the record. Nobody else frees a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ from mem_cache.growth import Growth, Plan, grow, plan, plan_release
 from mem_cache.kv_info import LadderError, ReqKvInfo
 from mem_cache.rows import OutOfRows, PageCopy, RowPool
 from mem_cache.tree.keys import Namespace, PrefixKey
-from mem_cache.tree.prefix_tree import LockReceipt, Match, PrefixTree
+from mem_cache.tree.prefix_tree import NO_PAGES, LockReceipt, Match, PrefixTree
 
 
 @dataclass(slots=True, eq=False)
@@ -236,7 +236,7 @@ class KvAllocator:
             self._bind(record)
             for name in self._paged if growth.prefix else ():
                 self.rows.write(name, record.row, 0, growth.prefix[name])
-            record.adopt(growth.protected)
+            record.adopt(growth.protected, growth.swa_evicted)
         if growth.num_pages:
             for name in self._paged:
                 self.rows.write(name, record.row, page_count(start, self.geometry.page_size), pages[name])
@@ -308,6 +308,7 @@ class KvAllocator:
             given_up = coarse.give_up(self.rows, family, record, end, self.tree.row_pages(new_lock)[family.name])
             self.families.pools[family.name].release(given_up)
         record.protect(end)
+        self.slide_window(record)  # the new lock keeps one window: what the row names before that is not its any more
         self.tree.unlock(lock)
         return new_lock
 
@@ -327,11 +328,13 @@ class KvAllocator:
         for name in self._paged if end > lo else ():
             shared = self.families.pools[name].refcounts()[self.rows.pages(name, record.row, lo, end)] > 1
             if shared.any():
-                known = self.tree.known_pages(PrefixKey(tokens[:end], page_size, namespace))
+                known = self.tree.known_pages(PrefixKey(tokens[:end], page_size, namespace), name)
                 first = page_count(lo, page_size)
-                ours = np.flatnonzero(shared[max(0, known - first) :])
+                # Where the tree has a page ours is a duplicate; where it has let a window's go ours would fill in.
+                shared[: max(0, len(known) - first)] &= known[first:] == PADDING_PAGE
+                ours = np.flatnonzero(shared)
                 if len(ours):
-                    end = (max(known, first) + int(ours[0])) * page_size
+                    end = (first + int(ours[0])) * page_size
         return end
 
     def fork(self, parent: ReqKvInfo, lock: LockReceipt, child: ReqKvInfo, length: int) -> LockReceipt:
@@ -366,7 +369,8 @@ class KvAllocator:
         both = {name: ids[ids != PADDING_PAGE] for name, ids in both.items()}
         self.families.retain(both)
         try:
-            self.commit(plan([grow(child, length, prefix, protected)]))
+            growth = grow(child, length, prefix, protected)
+            self.commit(plan([replace(growth, swa_evicted=min(parent.swa_evicted_seqlen, protected))]))
         except BaseException:
             self.families.release(both)
             raise
@@ -380,31 +384,31 @@ class KvAllocator:
         return self.tree.lock_again(lock, in_tree)
 
     def slide_window(self, record: ReqKvInfo) -> None:
-        """Give back the window's pages that no later token reads, and stop naming those that are the tree's.
+        """Give back the window's pages that no later token reads, and stop naming what the row's lock does not keep.
 
-        0        protected              window_start(committed)       committed   allocated
-        |  the tree's, unnamed | given back |  kept: the window, whole pages  |        |
+        0            window_start(protected)   protected          window_start(committed)   committed   allocated
+        |  not named  |  the tree's, one window |   given back    |  kept: the window, whole pages  |        |
         """
         page_size = self.geometry.page_size
         for family in self._windowed:
-            end = window_start(record.kv_committed_len, family.window or 0, page_size)
-            if end == 0 or not self.rows.pages(family.name, record.row, end - page_size, end).any():
-                continue
+            assert family.window is not None
             lo = max(record.swa_dead_lo(page_size), record.swa_evicted_seqlen)
-            self._unname(family.name, record.row, 0, min(end, record.cache_protected_len))
+            end = window_start(record.kv_committed_len, family.window, page_size)
+            given_up = self._unname(family.name, record.row, lo, end)
             if lo < end:
-                pages = self.rows.pages(family.name, record.row, lo, end)
-                self._unname(family.name, record.row, lo, end)
                 record.slide_window(end)
-                self.families.pools[family.name].release(pages)
+                self.families.pools[family.name].release(given_up)
+            self._unname(family.name, record.row, 0, window_start(record.cache_protected_len, family.window, page_size))
 
-    def _unname(self, family: str, row: int, start: int, end: int) -> None:
-        """Entries of the row's tokens `[start, end)` become the padding page."""
-        named = self.rows.pages(family, row, start, end) != PADDING_PAGE
-        if named.any():
-            first = page_count(start, self.geometry.page_size) + int(named.argmax())
-            num = len(named) - int(named.argmax())
-            self.rows.write(family, row, first, np.full(num, PADDING_PAGE, dtype=np.int32))
+    def _unname(self, family: str, row: int, start: int, end: int) -> IntArray:
+        """Entries of the row's tokens `[start, end)` become the padding page; returns the pages that they named."""
+        if start >= end or not self.rows.pages(family, row, end - self.geometry.page_size, end).any():
+            return NO_PAGES
+        pages = self.rows.pages(family, row, start, end)
+        first = int((pages != PADDING_PAGE).argmax())
+        nothing = np.full(len(pages) - first, PADDING_PAGE, dtype=np.int32)
+        self.rows.write(family, row, page_count(start, self.geometry.page_size) + first, nothing)
+        return pages[first:]
 
     def trim(self, record: ReqKvInfo) -> None:
         """Give back the pages behind what is scheduled.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from devices.page_pool import PADDING_PAGE, PagePool
-from devices.pages import floor_page, is_whole_pages, window_start
+from devices.pages import floor_page, is_whole_pages
 from mem_cache.allocation import Holding, KvAllocator
 from mem_cache.growth import plan_release
 from mem_cache.tree.node import Node
@@ -195,7 +195,8 @@ def _windows(allocator: KvAllocator, with_row: list[Holding]) -> list[Violation]
     for family in allocator.geometry.families:
         for holding in with_row if family.window is not None else ():
             record, page_size = holding.record, allocator.geometry.page_size
-            lo = max(window_start(record.kv_committed_len, family.window or 0, page_size), record.swa_evicted_seqlen)
+            oldest = max(0, record.kv_committed_len + 1 - (family.window or 0))
+            lo = max(floor_page(oldest, page_size), record.swa_evicted_seqlen)
             if not allocator.rows.pages(family.name, record.row, lo, record.kv_allocated_len).all():
                 found.append(Violation("window-lost", str(record.owner), f"{record} lacks pages behind {lo}"))
     return found

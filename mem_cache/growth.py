@@ -31,6 +31,7 @@ class Growth:
         num_coarse: new pages of each family with larger pages; a shared one that the row continues is copied.
         prefix: pages that a record without a row starts from, by family.
         protected: how much of the prefix is the tree's, whole pages.
+        swa_evicted: before here the prefix has lost its window's pages, but nobody reads them.
     """
 
     record: ReqKvInfo
@@ -40,6 +41,7 @@ class Growth:
     prefix: Mapping[str, IntArray]
     protected: int = 0
     num_coarse: Mapping[str, int] = field(default_factory=dict)
+    swa_evicted: int = 0
 
     @property
     def needs_row(self) -> bool:

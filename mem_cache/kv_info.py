@@ -213,17 +213,20 @@ class ReqKvInfo:
             raise LadderError("bind", row, self, "no row is bound and the row is not the padding row 0")
         self._row = row
 
-    def adopt(self, n: int) -> None:
+    def adopt(self, n: int, swa_evicted: int = 0) -> None:
         """Start from a matched prefix: `[0, n)` is the tree's and readable.
 
             0           protected = committed = scheduled = allocated -> n
             |  tree's   |
 
-        Raises LadderError unless the record is empty and `n` is whole pages within the row.
+        Args:
+            swa_evicted: the window's cursor, when another row that had let go of its window there is forked.
+        Raises LadderError unless the record is empty and `swa_evicted <= n` are whole pages within the row.
         """
-        if self._allocated != 0 or not self._is_page_border(n):
+        if self._allocated != 0 or not self._is_page_border(n) or not 0 <= swa_evicted <= n:
             raise LadderError("adopt", n, self, "allocated == 0 and n is whole pages <= row width")
         self._protected = self._committed = self._scheduled = self._allocated = n
+        self._swa_evicted = swa_evicted
 
     def reserve(self, n: int) -> None:
         """Set the end of the allocated part, growing or giving back reserved pages.

@@ -30,6 +30,8 @@ from mem_cache.tree.keys import TOKEN_BYTES, PrefixKey
 from mem_cache.tree.node import Node
 from mem_cache.tree.policies import EVICTION_POLICIES, EvictionKey
 
+NO_PAGES = np.empty(0, dtype=np.int32)
+
 
 class LockError(Exception):
     """A lock that cannot be: a receipt given back twice or foreign, a match that is out of date; nothing changed."""
@@ -118,9 +120,10 @@ class PrefixTree:
                 break
         return path, depth
 
-    def known_pages(self, key: PrefixKey) -> int:
-        """How many leading pages of `key` an insert would find, whether or not a computation may continue there."""
-        return self._walk(key)[1]
+    def known_pages(self, key: PrefixKey, family: str) -> IntArray:
+        """Pages of the leading part of `key` that an insert would find, whether or not one may continue from there."""
+        path, depth = self._walk(key)
+        return np.concatenate([NO_PAGES, *(node.held[family] for node in path)])[:depth]
 
     def row_pages(self, lock: LockReceipt) -> dict[str, IntArray]:
         """What a row that continues from the locked prefix names, by family."""
