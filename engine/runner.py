@@ -85,7 +85,18 @@ class ModelRunner:
             window: device.attention(config.num_heads, config.num_kv_heads, config.head_dim, window)
             for window in dict.fromkeys(config.windows)
         }
-        self._backends = tuple(by_window.values())
+        windowed = next((family.name for family in geometry.families if family.window is not None), "full")
+        family_of = {window: "full" if window is None else windowed for window in by_window}
+        self._backends = {
+            family: [backend for window, backend in by_window.items() if family_of[window] == family]
+            for family in dict.fromkeys(family_of.values())
+        }
+        self._layers = {
+            family: [
+                layer for layer, window in zip(kv.layers, config.windows, strict=True) if family_of[window] == family
+            ]
+            for family in self._backends
+        }
         self._attention = tuple(by_window[window] for window in config.windows)
 
     @torch.inference_mode()
@@ -163,20 +174,21 @@ class ModelRunner:
         """Bring page tables up to date, plan attention, put the step's columns on the device."""
         self._apply(step.table_changes)
         for copy in step.page_copies:
-            self._device.copy_page(self.kv.layers, copy.source, copy.target)
+            self._device.copy_page(self._layers[copy.family], copy.source, copy.target)
         ends = step.starts + step.num_new
         num_pages = page_count(int(ends.max()), self._page_size)
-        tables = self._tables["full"][step.rows, :num_pages]
         to = self._device.torch_device
-        attention = AttentionMetadata(
-            query_lens=step.num_new,
-            seq_lens=ends,
-            page_tables=torch.from_numpy(tables).to(to),
-            slots=ragged_slots(tables, step.starts, step.num_new, self._page_size),
-            page_size=self._page_size,
-        )
-        for backend in self._backends:
-            backend.plan(attention)
+        for family, backends in self._backends.items():
+            tables = self._tables[family][step.rows, :num_pages]
+            attention = AttentionMetadata(
+                query_lens=step.num_new,
+                seq_lens=ends,
+                page_tables=torch.from_numpy(tables).to(to),
+                slots=ragged_slots(tables, step.starts, step.num_new, self._page_size),
+                page_size=self._page_size,
+            )
+            for backend in backends:
+                backend.plan(attention)
         wanted = np.cumsum(step.num_new, dtype=np.int64) - 1
         if step.scores is not None:
             wanted = np.concatenate([step.scores.place, wanted])

@@ -386,19 +386,23 @@ class KvAllocator:
     def slide_window(self, record: ReqKvInfo) -> None:
         """Give back the window's pages that no later token reads, and stop naming what the row's lock does not keep.
 
-        0            window_start(protected)   protected          window_start(committed)   committed   allocated
+        0            window_start(protected)   protected     window_start(committed - 1)   committed   allocated
         |  not named  |  the tree's, one window |   given back    |  kept: the window, whole pages  |        |
+                       (not named either, once the row gave something back behind it)
+
+        The last committed token may be taken back: a step that was planned early may have computed it for nobody.
         """
         page_size = self.geometry.page_size
         for family in self._windowed:
             assert family.window is not None
             lo = max(record.swa_dead_lo(page_size), record.swa_evicted_seqlen)
-            end = window_start(record.kv_committed_len, family.window, page_size)
-            given_up = self._unname(family.name, record.row, lo, end)
+            end = window_start(max(0, record.kv_committed_len - 1), family.window, page_size)
+            unread = window_start(record.cache_protected_len, family.window, page_size)
             if lo < end:
+                given_up, unread = self._unname(family.name, record.row, lo, end), record.cache_protected_len
                 record.slide_window(end)
                 self.families.pools[family.name].release(given_up)
-            self._unname(family.name, record.row, 0, window_start(record.cache_protected_len, family.window, page_size))
+            self._unname(family.name, record.row, 0, unread)
 
     def _unname(self, family: str, row: int, start: int, end: int) -> IntArray:
         """Entries of the row's tokens `[start, end)` become the padding page; returns the pages that they named."""

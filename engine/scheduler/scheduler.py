@@ -307,7 +307,7 @@ class Scheduler:
         allocator = self.allocator
         match = allocator.match(request.tokens[: request.max_cached_len + 1], request.namespace)
         lock = request.held.lock = allocator.tree.lock(match, count_hit=True)
-        return lock.num_pages * self._page_size, {"full": allocator.tree.pages(lock)}
+        return lock.num_pages * self._page_size, allocator.tree.row_pages(lock)
 
     def _put_back(self, request: Request) -> None:
         """Undo `_take_over`."""
@@ -380,6 +380,7 @@ class Scheduler:
             return self._end(request, Finish("error", message=message), publish=False)
         if chunk.num_new > 1 or request.num_output == 0:
             self._publish(request)
+        self.allocator.slide_window(request.kv)
         if new_tokens and request.siblings:
             self._fork_siblings(request)
         for token_id in new_tokens:

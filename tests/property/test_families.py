@@ -1,9 +1,10 @@
 """Full, window and compressed pages of a row move together: every read finds what was written, and no page is lost.
 
 Each walk draws moves of a server at random, with three geometries of DeepSeek-V4's caches on Ascend, and after each of
-them looks at all pages, rows and counts. Memory is shadowed in plain integers (`oracles/naive_families.py`): a page is wiped
-when it is free, and a compressed entry depends on all tokens before it, so a wrong page, a lost copy or a page that was
-let go too early reads as another value. At random a call inside a transaction fails; then nothing may have moved.
+them looks at all pages, rows and counts. Memory is shadowed in plain integers (`oracles/naive_families.py`): a page is
+wiped when it is free, and a compressed entry depends on all tokens before it, so a wrong page, a lost copy or a page
+that was let go too early reads as another value. At random a call inside a transaction fails; then nothing may have
+moved.
 
 `pytest tests/property/test_families.py --families-states 100000` walks through that many states.
 """
