@@ -16,7 +16,7 @@ import numpy as np
 from devices.page_pool import PADDING_PAGE, OutOfPages, PageFamilies, PageFamily
 from devices.pages import IntArray, ceil_page, floor_page, is_whole_pages, page_count, window_start
 from mem_cache import coarse
-from mem_cache.growth import Growth, Plan, grow, plan, plan_release
+from mem_cache.growth import Growth, Plan, check_current, grow, plan, plan_release
 from mem_cache.kv_info import LadderError, ReqKvInfo
 from mem_cache.rows import OutOfRows, PageCopy, RowPool
 from mem_cache.tree.keys import Namespace, PrefixKey
@@ -54,16 +54,6 @@ class NoIdleRows:
 
     def demote(self, holding: Holding) -> None:
         raise AssertionError(f"{holding.record} is not idle")
-
-
-def _check_current(wanted: Plan) -> None:
-    """A plan is good for the records as they were: each once, each where the plan found it."""
-    seen: set[int] = set()
-    for growth in wanted.growths:
-        record = growth.record
-        if id(record) in seen or not (growth.needs_row or record.kv_allocated_len == growth.start):
-            raise LadderError("commit of a plan", growth.target, record, "each record once, where the plan found it")
-        seen.add(id(record))
 
 
 class KvAllocator:
@@ -172,7 +162,7 @@ class KvAllocator:
             LadderError: a record is not where the plan found it, or is named twice; nothing was touched.
             Anything else that goes wrong on the way: pages and rows went back, records are where they were.
         """
-        _check_current(wanted)
+        check_current(wanted)
         if wanted.num_rows > self.rows.num_free and wanted.num_rows > self.rows.num_free + len(list(self.idle)):
             raise OutOfRows(wanted.num_rows, self.rows.num_free)
         if self.lacking_pages(wanted):
@@ -381,7 +371,12 @@ class KvAllocator:
         child.commit(length)
         if self._windowed and parent.swa_evicted_seqlen > child.swa_dead_lo(page_size):
             child.slide_window(parent.swa_evicted_seqlen)
-        return self.tree.lock_again(lock, in_tree)
+        own_lock = self.tree.lock_again(lock, in_tree)
+        if child.kv_allocated_len == protected:
+            # It has no copy yet of a coarse page that it ends in: it will make one of the tree's, which its lock keeps.
+            for family in self._coarse:
+                self.rows.write(family.name, child.row, 0, self.tree.row_pages(own_lock)[family.name])
+        return own_lock
 
     def slide_window(self, record: ReqKvInfo) -> None:
         """Give back the window's pages that no later token reads, and stop naming what the row's lock does not keep.

@@ -128,6 +128,16 @@ def plan(growths: Iterable[Growth]) -> Plan:
     return Plan(items, num_rows, sum(growth.num_pages for growth in items), coarse)
 
 
+def check_current(wanted: Plan) -> None:
+    """A plan is good for the records as they were, each once; LadderError when one is not where the plan found it."""
+    seen: set[int] = set()
+    for growth in wanted.growths:
+        record = growth.record
+        if id(record) in seen or not (growth.needs_row or record.kv_allocated_len == growth.start):
+            raise LadderError("commit of a plan", growth.target, record, "each record once, where the plan found it")
+        seen.add(id(record))
+
+
 def plan_release(record: ReqKvInfo, geometry: RowGeometry) -> tuple[PageRange, ...]:
     """What the row owns, page range by page range; the tree's part and what the window let go are not in it. Pure.
 

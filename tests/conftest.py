@@ -7,6 +7,8 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    folder = "~/.cache/rung/ascend-lowering"
+    parser.addoption("--ascend-lowering", default=folder, help="where scripts/npu/lowering_env put the compilers")
     parser.addoption("--families-states", type=int, default=1500, help="states of tests/property/test_families.py")
 
 
