@@ -455,7 +455,8 @@ class KvAllocator:
     def own_tail(self, record: ReqKvInfo) -> None:
         """Replace a shared page that the row is about to write by a copy, which the next step makes first.
 
-        A rewind may end inside a page that a fork shares: written in place, it would change the other row.
+        A rewind may end inside a page that a fork shares: written in place, it would change the other row. Whoever
+        rewinds gives the pages behind back (`trim`), so there is one such page of each family at most.
 
         Raises OutOfPages: nothing changed.
         """

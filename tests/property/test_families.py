@@ -303,8 +303,7 @@ class Walk:
         if record.swa_evicted_seqlen and length - self.window < record.swa_evicted_seqlen:
             return
         self.cut(live, length)
-        if self.random.random() < 0.5:
-            self.allocator.trim(record)
+        self.allocator.trim(record)
 
     def fork(self) -> None:
         live = self.some()
