@@ -75,19 +75,8 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
     chunk = chunk_tokens(config.chunk_tokens, capabilities, page_size)
     layer_bytes = attention_token_bytes(1, model_config.num_kv_heads, model_config.head_dim, kv_dtype.itemsize)
     windowed = None if config.memory.disable_hybrid_swa_memory else windowed_layers(model_config, layer_bytes, chunk)
-    full_layers = model_config.num_layers if windowed is None else model_config.windows.count(None)
-    try:
-        pool = size_pools(
-            budget_bytes=int(total_bytes * config.mem_fraction) - report.num_bytes,
-            token_bytes=full_layers * layer_bytes,
-            page_size=page_size,
-            context_len=context_len,
-            max_total_tokens=config.memory.max_total_tokens,
-            max_running_requests=config.memory.max_running_requests,
-            windowed=windowed,
-        )
-    except DoesNotFit as error:
-        raise ConfigError(str(error)) from error
+    budget_bytes = int(total_bytes * config.mem_fraction) - report.num_bytes
+    pool = _pool_size(config, model_config, windowed, budget_bytes, layer_bytes, page_size, context_len)
 
     events = KvEventLog() if config.cache.enable_kv_cache_events else None
     allocator = _allocator(config, pool, page_size, windowed, events)
@@ -124,6 +113,30 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
     )
     _announce(capabilities, pool, page_size, context_len, config)
     return Assembly(core, tokenizer, config, model_config, device, pool, events)
+
+
+def _pool_size(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    windowed: WindowLayers | None,
+    budget_bytes: int,
+    layer_bytes: int,
+    page_size: int,
+    context_len: int,
+) -> PoolSize:
+    full_layers = model_config.num_layers if windowed is None else model_config.windows.count(None)
+    try:
+        return size_pools(
+            budget_bytes=budget_bytes,
+            token_bytes=full_layers * layer_bytes,
+            page_size=page_size,
+            context_len=context_len,
+            max_total_tokens=config.memory.max_total_tokens,
+            max_running_requests=config.memory.max_running_requests,
+            windowed=windowed,
+        )
+    except DoesNotFit as error:
+        raise ConfigError(str(error)) from error
 
 
 def _open(config: EngineConfig) -> Device:
