@@ -23,6 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from devices.npu.families import BLOCK_RATIO, compressed_families
 from devices.page_pool import PageFamilies, PageFamily
 from devices.pages import ceil_page, floor_page, page_count
 from mem_cache.allocation import KvAllocator
@@ -36,8 +37,6 @@ from mem_cache.tree.prefix_tree import PrefixTree
 TRACES = {"agent": (33, 12_000, 2_242), "chat": (6, 500, 250)}
 """Turns, tokens of the first prompt, tokens that each later one adds (Mooncake's medians; a short chat)."""
 
-RATIO = 128
-ENTRIES_PER_PAGE = 16
 UNITS = (128, 2_048, 16_384)
 
 
@@ -59,10 +58,10 @@ class Result:
 
 def allocator_for(unit: int, longest: int) -> KvAllocator:
     width = ceil_page(longest, unit)
-    shape = [PageFamily("full", unit)]
-    if unit == RATIO:
-        shape.append(PageFamily("c128", RATIO * ENTRIES_PER_PAGE, ratio=RATIO))
-    geometry = RowGeometry(unit, width, tuple(shape))
+    shape: tuple[PageFamily, ...] = (PageFamily("full", unit),)
+    if unit == BLOCK_RATIO:
+        shape = compressed_families(unit, window=width)
+    geometry = RowGeometry(unit, width, shape)
     families = PageFamilies([(family, 3 * page_count(width, family.tokens_per_page) + 64) for family in shape])
     tree = PrefixTree(components_of(geometry, families), unit)
     return KvAllocator(families, RowPool(2, geometry), tree)
