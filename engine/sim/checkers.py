@@ -269,12 +269,13 @@ class Fairness:
                 if other.priority > request.priority:
                     raise Unfair("fairness", f"{request.id} was admitted while {other.id} waits, more important")
         if world.config.chunk_tokens is not None or world.is_blocked or not still:
+            self.num_late = 0
             return
         best = max(request.priority for request in still)
         lesser = [o for o in world.core.scheduler.running if o.priority < best - world.config.preemption_threshold]
         self.num_late = self.num_late + 1 if lesser else 0
-        # A step planned ahead displaces nobody; the first one that is not, with two results taken before it, does.
-        if self.num_late > (3 if world.config.overlap else 0):
+        # A step planned ahead displaces nobody; one that is not does.
+        if self.num_late > (2 if world.config.overlap else 0):
             raise Unfair("fairness", f"{lesser[0].id} of priority {lesser[0].priority} runs while one of {best} waits")
 
     def _by_hits(self, world: World, admitted: list[Request], still: list[Request]) -> None:

@@ -133,6 +133,7 @@ class Walk:
             return False
         except InjectedFailure:
             self.happened["failed inside a transaction"] += 1
+            assert self.allocator.take_copies() == ()
             after = self.everything(records)
             assert {name: after[name] for name in ("rows", "records", "tables")} == {
                 name: before[name] for name in ("rows", "records", "tables")
