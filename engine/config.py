@@ -90,6 +90,9 @@ class MemoryArgs:
         "NPUs.",
         choices=("auto", "token", "page"),
     )
+    disable_hybrid_swa_memory: bool = arg(
+        False, "Keep the KV that layers with a sliding window do not read any more, instead of giving its pages back."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

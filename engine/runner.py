@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from devices.base import Device
-from devices.pages import page_count, ragged_positions, ragged_slots
+from devices.pages import IntArray, page_count, ragged_positions, ragged_slots
 from engine.graphs import DecodeGraphs, StepColumns
 from engine.models.decoder import Decoder
 from engine.sampling.logits import edited, joined, masked, score
@@ -98,7 +98,18 @@ class ModelRunner:
             window: device.attention(config.num_heads, config.num_kv_heads, config.head_dim, window)
             for window in dict.fromkeys(config.windows)
         }
-        self._backends = tuple(by_window.values())
+        windowed = next((family.name for family in geometry.families if family.window is not None), "full")
+        family_of = {window: "full" if window is None else windowed for window in by_window}
+        self._backends = {
+            family: [backend for window, backend in by_window.items() if family_of[window] == family]
+            for family in dict.fromkeys(family_of.values())
+        }
+        self._layers = {
+            family: [
+                layer for layer, window in zip(kv.layers, config.windows, strict=True) if family_of[window] == family
+            ]
+            for family in self._backends
+        }
         self._attention = tuple(by_window[window] for window in config.windows)
         width = self._tables["full"].shape[1]
         self._graphs = (
@@ -189,27 +200,21 @@ class ModelRunner:
         """
         self._apply(step.table_changes)
         for copy in step.page_copies:
-            self._device.copy_page(self.kv.layers, copy.source, copy.target)
+            self._device.copy_page(self._layers[copy.family], copy.source, copy.target)
         ends = step.starts + step.num_new
         num_pages = page_count(int(ends.max()), self._page_size)
-        tables = self._tables["full"][step.rows, :num_pages]
-        columns = StepColumns(
-            token_ids=step.token_ids,
-            positions=ragged_positions(step.starts, step.num_new),
-            query_lens=step.num_new,
-            seq_lens=ends,
-            tables=tables,
-            slots=ragged_slots(tables, step.starts, step.num_new, self._page_size),
-        )
+        columns = self._columns(step, "full", ends, num_pages)
         scores_prompt = step.scores is not None and len(step.scores.place) > 0
         if self._graphs is not None and not scores_prompt:
             replay = self._graphs.prepare(columns, self._sampled)
             if replay is not None:
                 return replay
         to = self._device.torch_device
-        attention = columns.attention(self._page_size, to)
-        for backend in self._backends:
-            backend.plan(attention)
+        for family, backends in self._backends.items():
+            own = columns if family == "full" else self._columns(step, family, ends, num_pages)
+            attention = own.attention(self._page_size, to)
+            for backend in backends:
+                backend.plan(attention)
         wanted = np.cumsum(step.num_new, dtype=np.int64) - 1
         if step.scores is not None:
             wanted = np.concatenate([step.scores.place, wanted])
@@ -219,6 +224,18 @@ class ModelRunner:
             torch.from_numpy(wanted).to(to),
         )
         return lambda: self.forward(inputs)
+
+    def _columns(self, step: StepInput, family: str, ends: IntArray, num_pages: int) -> StepColumns:
+        """The step on the host, with page tables and slots of one family."""
+        tables = self._tables[family][step.rows, :num_pages]
+        return StepColumns(
+            token_ids=step.token_ids,
+            positions=ragged_positions(step.starts, step.num_new),
+            query_lens=step.num_new,
+            seq_lens=ends,
+            tables=tables,
+            slots=ragged_slots(tables, step.starts, step.num_new, self._page_size),
+        )
 
     def _apply(self, changes: tuple[TableChange, ...]) -> None:
         for change in changes:

@@ -11,9 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from devices.page_pool import PagePool
-from devices.pages import is_whole_pages
-from mem_cache.allocation import Holding, KvAllocator, plan_release
+import numpy as np
+
+from devices.page_pool import PADDING_PAGE, PagePool
+from devices.pages import floor_page, is_whole_pages
+from mem_cache.allocation import Holding, KvAllocator
+from mem_cache.growth import plan_release
 from mem_cache.tree.node import Node
 from mem_cache.tree.prefix_tree import PrefixTree
 
@@ -46,9 +49,10 @@ def audit(allocator: KvAllocator, holdings: Iterable[Holding]) -> list[Violation
     found: list[Violation] = []
     for name, pool in allocator.families.pools.items():
         if not _counts_are_right(allocator, pool, nodes, with_row):
-            found += _census(pool, _owners(allocator, name, nodes, with_row))
+            found += _census(pool, _owners(allocator, name, nodes, with_row), _is_shared_with_tree(allocator, name))
     found += _ladders(held)
     found += _rows(allocator, with_row)
+    found += _windows(allocator, with_row)
     found += _locks(allocator.tree, held)
     if not _nodes_are_right(allocator.tree, nodes):
         found += _nodes(allocator.tree, nodes)
@@ -58,10 +62,7 @@ def audit(allocator: KvAllocator, holdings: Iterable[Holding]) -> list[Violation
 def _counts_are_right(allocator: KvAllocator, pool: PagePool, nodes: list[Node], with_row: list[Holding]) -> bool:
     """Whether the census has nothing to say, without a name for any page."""
     family, rows = pool.family, allocator.rows
-    in_tree: list[int] = []
-    for node in nodes:
-        if family in node.held:
-            in_tree += node.held[family].tolist()
+    in_tree = _pages_of_tree(allocator.tree, family, nodes)
     in_rows: list[int] = []
     for holding in with_row:
         for part in plan_release(holding.record, allocator.geometry):
@@ -76,18 +77,32 @@ def _counts_are_right(allocator: KvAllocator, pool: PagePool, nodes: list[Node],
             counts[page] += 1
     except IndexError:
         return False
-    if counts != refs or (in_tree and (min(in_tree) < 1 or max([refs[page] for page in in_tree]) > 1)):
+    if counts != refs or min(in_tree, default=1) < 1:
+        return False
+    if in_tree and max([refs[page] for page in in_tree]) > 1 and not _is_shared_with_tree(allocator, family):
         return False
     idle = sorted([*pool.free_pages().tolist(), *pool.pending_pages().tolist()])
     return min(in_rows, default=1) > 0 and idle == [page for page, count in enumerate(refs) if page and not count]
 
 
+def _is_shared_with_tree(allocator: KvAllocator, family: str) -> bool:
+    """Whether a page of the tree may have other counts: a coarse one has a count of each node and row that names it."""
+    return allocator.geometry.is_coarse(allocator.families.families[family])
+
+
+def _pages_of_tree(tree: PrefixTree, family: str, nodes: list[Node]) -> list[int]:
+    """Pages of which the tree has a count, once for each."""
+    owned = next((c.owned for c in tree.components if c.family == family), None)
+    if owned is None:
+        return []
+    return [page for node in nodes if family in node.held for page in owned(node.held[family]).tolist()]
+
+
 def _owners(allocator: KvAllocator, family: str, nodes: list[Node], with_row: list[Holding]) -> dict[int, list[str]]:
     """Page id -> the owners that hold a count of it."""
     owners: dict[int, list[str]] = defaultdict(list)
-    for node in nodes:
-        for page in node.held[family].tolist() if family in node.held else ():
-            owners[page].append(TREE)
+    for page in _pages_of_tree(allocator.tree, family, nodes):
+        owners[page].append(TREE)
     for holding in with_row:
         record = holding.record
         for part in plan_release(record, allocator.geometry):
@@ -97,7 +112,7 @@ def _owners(allocator: KvAllocator, family: str, nodes: list[Node], with_row: li
     return owners
 
 
-def _census(pool: PagePool, owners: dict[int, list[str]]) -> list[Violation]:
+def _census(pool: PagePool, owners: dict[int, list[str]], is_shared: bool) -> list[Violation]:
     found: list[Violation] = []
     refs = pool.refcounts().tolist()
     free, pending = pool.free_pages().tolist(), pool.pending_pages().tolist()
@@ -109,13 +124,14 @@ def _census(pool: PagePool, owners: dict[int, list[str]]) -> list[Violation]:
         found.append(Violation("free-and-pending", "nobody", f"pages {sorted(set(free) & set(pending))[:8]}"))
     for page in range(1, pool.num_pages + 1):
         names = owners.get(page, [])
-        if len(names) == refs[page] and bool(names) is (page not in idle) and (refs[page] < 2 or TREE not in names):
+        is_shared_well = is_shared or refs[page] < 2 or TREE not in names
+        if len(names) == refs[page] and bool(names) is (page not in idle) and is_shared_well:
             continue  # right, like nearly all
         if page in idle and names:
             found.append(Violation("used-after-free", names[0], f"page {page} is not handed out and named by {names}"))
         elif page not in idle and not names:
             found.append(Violation("leak", "nobody", f"page {page} of {pool.family!r} has {refs[page]} counts"))
-        elif TREE in names and len(names) > 1:
+        elif TREE in names and len(names) > 1 and not is_shared:
             found.append(Violation("not-evictable", names[-1], f"page {page} of {pool.family!r} is held by {names}"))
         else:
             owner = ", ".join(names) or "nobody"
@@ -161,11 +177,31 @@ def _rows(allocator: KvAllocator, with_row: list[Holding]) -> list[Violation]:
             found.append(Violation("unlocked", str(record.owner), str(record)))
             continue
         for component in allocator.tree.components:
-            locked = allocator.tree.pages(holding.lock, component.family)
-            named = allocator.rows.pages(component.family, record.row, 0, record.cache_protected_len)
-            if named.tobytes() != locked[: len(named)].tobytes():
-                text = f"{record} names {component.family!r} pages {named[:8]}.. where the tree has {locked[:8]}.."
+            family = allocator.families.families[component.family]
+            end = floor_page(record.cache_protected_len, family.tokens_per_page)
+            named = allocator.rows.pages(family.name, record.row, 0, end)
+            if allocator.geometry.is_coarse(family):
+                locked = allocator.tree.row_pages(holding.lock)[family.name][: len(named)]
+            else:
+                locked = allocator.tree.pages(holding.lock, family.name)[: len(named)]
+            if family.window is not None and len(locked) == len(named):
+                locked = np.where(named == PADDING_PAGE, named, locked)
+            if named.tobytes() != locked.tobytes():
+                text = f"{record} names {family.name!r} pages {named[:8]}.. where the tree has {locked[:8]}.."
                 found.append(Violation("not-the-trees-pages", str(record.owner), text))
+    return found
+
+
+def _windows(allocator: KvAllocator, with_row: list[Holding]) -> list[Violation]:
+    """Each row names the pages of its window that later tokens read."""
+    found = []
+    for family in allocator.geometry.families:
+        for holding in with_row if family.window is not None else ():
+            record, page_size = holding.record, allocator.geometry.page_size
+            oldest = max(0, record.kv_committed_len + 1 - (family.window or 0))
+            lo = max(floor_page(oldest, page_size), record.swa_evicted_seqlen)
+            if not allocator.rows.pages(family.name, record.row, lo, record.kv_allocated_len).all():
+                found.append(Violation("window-lost", str(record.owner), f"{record} lacks pages behind {lo}"))
     return found
 
 

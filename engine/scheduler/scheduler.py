@@ -27,7 +27,8 @@ from engine.scheduler.columns import Chunk, Score, deliver_scores, step_input
 from engine.scheduler.estimate import OutputEstimate
 from engine.scheduler.queue import WaitingQueue
 from engine.step import StepInput, StepOutput
-from mem_cache.allocation import KvAllocator, Plan, extend, plan
+from mem_cache.allocation import KvAllocator
+from mem_cache.growth import Plan, extend, plan
 from mem_cache.kv_info import ReqKvInfo, Turn
 from mem_cache.rows import OutOfRows
 from mem_cache.tree.misses import MissReason
@@ -314,7 +315,7 @@ class Scheduler:
         match = allocator.match(tokens, request.namespace)
         miss = clamped or allocator.miss_reason(tokens, request.namespace, match)
         lock = request.held.lock = allocator.tree.lock(match, count_hit=True)
-        return lock.num_pages * self._page_size, {"full": allocator.tree.pages(lock)}, miss
+        return lock.num_pages * self._page_size, allocator.tree.row_pages(lock), miss
 
     def _put_back(self, request: Request) -> None:
         """Undo `_take_over`."""
@@ -387,6 +388,7 @@ class Scheduler:
             return self._end(request, Finish("error", message=message), publish=False)
         if chunk.num_new > 1 or request.num_output == 0:
             self._publish(request)
+        self.allocator.slide_window(request.kv)
         if new_tokens and request.siblings:
             self._fork_siblings(request)
         for token_id in new_tokens:

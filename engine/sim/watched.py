@@ -69,9 +69,9 @@ class WatchedAllocator(KvAllocator):
     num_wasted: int = 0
     demoted: list[Holding]
 
-    def _make_room(self, num_rows: int, num_pages: int) -> None:
-        self.is_short = lambda: num_rows > self.rows.num_free or num_pages > self.num_available + self.num_arriving
-        super()._make_room(num_rows, num_pages)
+    def _make_room(self, num_rows: int, demand: Mapping[str, int]) -> None:
+        self.is_short = lambda: num_rows > self.rows.num_free or self._is_short(demand)
+        super()._make_room(num_rows, demand)
         self.is_short = None
 
     def unshare_tail(self, record: ReqKvInfo) -> None:

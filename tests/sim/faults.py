@@ -88,19 +88,19 @@ def seeds_to_catch(fault: Fault, first_seed: int = 0, others: set[str] | None = 
 
 FAULTS = (
     # Who owns a page.
-    Fault("a fork does not retain", f"{ALLOCATOR}.fork", ".retain(ids[in_tree:whole])", ".retain(ids[:0])", "audit"),
-    Fault("a fork retains the tree's pages too", f"{ALLOCATOR}.fork", "ids[in_tree:whole]", "ids[:whole]", "audit"),
+    Fault("a fork does not retain", f"{ALLOCATOR}.fork", "self.families.retain(both)", "pass", "audit"),
+    Fault("a fork retains the tree's pages too", f"{ALLOCATOR}.fork", "[in_tree:whole]", "[:whole]", "audit"),
     Fault("a fork shares the partial page", f"{ALLOCATOR}.fork", "self._copies.append(", "bool(", "tokens", "siblings"),
     Fault(
         "a fork keeps more than it reads", f"{ALLOCATOR}.fork", "(lock, in_tree)", "(lock, lock.num_pages)", "tokens"
     ),
     Fault("publish does not repoint", f"{ALLOCATOR}.publish", "self.rows.write(", "(lambda *_: None)(", "audit"),
-    Fault("publish keeps duplicates", f"{ALLOCATOR}.publish", ".release(own[name][first:known])", "", "audit"),
+    Fault("publish keeps duplicates", f"{ALLOCATOR}.publish", ".release(own[own != trees])", "", "audit"),
     Fault(
         "publish frees one duplicate too many",
         f"{ALLOCATOR}.publish",
-        ".release(own[name][first:known])",
-        ".release(own[name][first:known + 1])",
+        ".release(own[own != trees])",
+        ".release(self.rows.pages(name, record.row, protected, (known + 1) * page_size))",
         "audit",
         "siblings",
     ),
