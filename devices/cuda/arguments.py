@@ -87,10 +87,7 @@ def attention_shape(
         raise BadKernelArgument(f"head_dim={dim} is not supported: a multiple of 16 up to 256 is")
     if page_size not in PAGE_SIZES:
         raise BadKernelArgument(f"page_size={page_size} is not supported by the kernels: one of {PAGE_SIZES} is")
-    contiguous = {"k_pages": k_pages, "v_pages": v_pages, "out": out}
-    for name, tensor in contiguous.items():
-        if not tensor.is_contiguous():
-            raise BadKernelArgument(f"{name} must be contiguous")
+    check_contiguous(k_pages=k_pages, v_pages=v_pages, out=out)
     if q.dtype not in DTYPES or k_pages.dtype not in (*DTYPES, FP8) or v_pages.dtype != k_pages.dtype:
         raise BadKernelArgument(f"no kernel for queries of {q.dtype} with KV of {k_pages.dtype} and {v_pages.dtype}")
     check_scales(k_pages.dtype, num_kv_heads, k_scale, v_scale)
@@ -115,3 +112,45 @@ def check_scales(
 def check_queries(max_queries: int) -> None:
     if not 1 <= max_queries <= MAX_QUERIES:
         raise BadKernelArgument(f"max_queries={max_queries}: the split attention serves 1 to {MAX_QUERIES} new tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """The same for latent attention: numbers of a token's latent and rotary parts."""
+
+    num_heads: int
+    latent: int
+    rotary: int
+    page_size: int
+
+
+def latent_shape(q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor) -> LatentShape:
+    """Raises BadKernelArgument for tensors that do not fit each other or the kernel."""
+    check_rows("q", q)
+    tokens, num_heads, dim = q.shape
+    latent = out.shape[2]
+    rotary = dim - latent
+    check_shape("out", out, tokens, num_heads, latent)
+    _, _, page_size, _ = pages.shape
+    check_shape("pages", pages, pages.shape[0], 1, page_size, dim)
+    check_contiguous(pages=pages, out=out)
+    check_same_dtype(q.dtype, pages=pages, out=out)
+    if page_size not in PAGE_SIZES:
+        raise BadKernelArgument(f"page_size={page_size} is not supported by the kernels: one of {PAGE_SIZES} is")
+    for name, size in (("latent", latent), ("rotary", rotary)):
+        check_power_of_two(f"the {name} part", size, 512)
+        if size < 16:
+            raise BadKernelArgument(f"the {name} part has {size} numbers, at least 16 are needed")
+    return LatentShape(num_heads, latent, rotary, page_size)
+
+
+def check_contiguous(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise BadKernelArgument(f"{name} must be contiguous, its strides are {tensor.stride()}")
+
+
+def check_same_dtype(dtype: torch.dtype, **tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype:
+            raise BadKernelArgument(f"{name} must be of {dtype}, not {tensor.dtype}")

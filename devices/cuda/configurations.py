@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from devices.cuda.arguments import AttentionShape
+    from devices.cuda.arguments import AttentionShape, LatentShape
 
 LEAST_SPAN = 256
 """Keys that are worth a program of their own when a row is shared evenly."""
@@ -58,10 +58,17 @@ _EXTEND: tuple[tuple[int, int, int, Tiles], ...] = (
     (90, 128, 2, Tiles(128, 64, 8, 3, 1)),
     (90, 256, 2, Tiles(64, 64, 8, 2, 1)),
     (80, 64, 2, Tiles(64, 64, 4, 2, 2)),
-    (80, 128, 2, Tiles(64, 64, 8, 2, 2)),
+    (80, 128, 2, Tiles(128, 64, 8, 3, 1)),
     (80, 256, 2, Tiles(32, 32, 4, 2, 2)),
     (80, 128, 4, Tiles(32, 32, 4, 1, 1)),
     (80, 256, 4, Tiles(16, 16, 4, 1, 1)),
+)
+
+
+# By bytes of an element up to: heads in a tile, keys in a tile, warps, stages.
+_LATENT: tuple[tuple[int, Tiles], ...] = (
+    (2, Tiles(16, 32, 4, 3, 2)),
+    (4, Tiles(16, 16, 4, 1, 1)),
 )
 
 
@@ -95,6 +102,14 @@ def extend_tiles(arch: int, shape: AttentionShape, itemsize: int) -> Tiles:
             block_m = max(tiles.block_m, 1 << (shape.group - 1).bit_length())
             return Tiles(block_m, block_n, tiles.num_warps, tiles.num_stages, tiles.ctas_per_sm)
     raise AssertionError(f"arguments.py lets head_dim={shape.dim} pass, the table for sm_{arch} has no line for it")
+
+
+def latent_tiles(arch: int, shape: LatentShape, itemsize: int) -> Tiles:
+    """For latent decode; `itemsize`: bytes of an element of queries and latents."""
+    for size, tiles in _LATENT:
+        if itemsize <= size:
+            return Tiles(tiles.block_m, min(tiles.block_n, shape.page_size), tiles.num_warps, tiles.num_stages)
+    raise AssertionError(f"the table for sm_{arch} has no line for elements of {itemsize} bytes")
 
 
 def balanced_splits(seq_lens: npt.NDArray[np.int32], num_programs: int, num_sms: int, ctas_per_sm: int) -> int:

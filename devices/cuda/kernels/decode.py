@@ -82,7 +82,9 @@ def split_kernel(
         key = tl.arange(0, BLOCK_N)
         q_rows = q + first_query.to(tl.int64) * q_stride
         is_value = is_row[:, None] & (dim < DIM)[None, :]
-        queries = tl.load(q_rows + (query * q_stride + head_row * DIM)[:, None] + dim[None, :], mask=is_value, other=0.0)
+        queries = tl.load(
+            q_rows + (query * q_stride + head_row * DIM)[:, None] + dim[None, :], mask=is_value, other=0.0
+        )
         if HAS_SCALES:
             scale *= tl.load(k_scale + head)
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -156,7 +156,9 @@ def extend_kernel(
     tl.store(out_rows + at, (summed / total[:, None]).to(out.dtype.element_ty), mask=is_value)
 
 
-def plan_tiles(query_lens: IntArray, seq_lens: IntArray, requests: IntArray, tile_queries: int) -> npt.NDArray[np.int32]:
+def plan_tiles(
+    query_lens: IntArray, seq_lens: IntArray, requests: IntArray, tile_queries: int
+) -> npt.NDArray[np.int32]:
     """The work of a step's prefills as tiles of `tile_queries` tokens, those with most keys first.
 
     Args:
