@@ -97,7 +97,6 @@ MUTANTS = (
     Mutant("softmax: the sink is in natural units", SHARED, ".to(tl.float32) * LOG2E\n", ".to(tl.float32)\n", "test_decode.py sinks"),
     Mutant("softmax: soft cap misses log2", SHARED, "CAP * LOG2E * (1.0", "CAP * (1.0", "test_decode.py cap"),
     Mutant("softmax: sum of weights is not decayed", SHARED, "total * decay + tl.sum(weights, 1)", "total + tl.sum(weights, 1)", EDGES),
-    Mutant("spans: one tile short", SHARED, "tl.cdiv(tl.cdiv(num_keys, num_splits), BLOCK_N)", "tl.cdiv(num_keys, num_splits) // BLOCK_N", "test_decode.py"),
     Mutant("window: a tile too many is left out", SHARED, "num_queries - WINDOW + 1, 0) // BLOCK_N * BLOCK_N", "num_queries - WINDOW + 1, 0) // BLOCK_N * BLOCK_N + BLOCK_N", "test_decode.py window_ends"),
     Mutant("extend: a token does not see itself", EXTEND, "<= position[:, None])", "< position[:, None])", "test_extend.py ragged"),
     Mutant("extend: the unmasked part reaches past the diagonal", EXTEND, "full = (past + first + 1) // BLOCK_N", "full = (past + first + BLOCK_N) // BLOCK_N", "test_extend.py"),
