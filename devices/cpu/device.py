@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from devices.base import AttentionBackend, Capabilities, KernelChoice, KvLayer, MemoryInfo, Operators
-from devices.cpu.attention import PagedAttention
 from devices.cpu.kernels.attention import KernelAttention
 from devices.cpu.kernels.build import KernelsUnavailable, load_kernels
 from devices.cpu.kernels.operators import KernelOperators
-from devices.cpu.operators import TorchOperators
+from devices.torch_forms.attention import PagedAttention
+from devices.torch_forms.operators import TorchOperators
 
 PAGE_SIZES = (1, 16, 32, 64, 128)
 
