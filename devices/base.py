@@ -1,9 +1,9 @@
-"""What the engine may ask of a device: a frozen set of capabilities and four small protocols.
+"""What the engine may ask of a device: a frozen set of capabilities and five small protocols.
 
 Code above `devices/` asks `Capabilities`, never a device's name. Everything in it defaults to "no", so a device that
 forgets to declare something is refused where it matters instead of computing something wrong. `Device` opens memory
-and attention, `AttentionBackend` computes attention over paged KV, `Operators` the rest of a decoder layer. Nothing
-here imports torch: the scheduler reads capabilities too.
+and attention, `AttentionBackend` computes attention over paged KV, `Operators` the rest of a decoder layer, a
+`CapturedGraph` is a whole decode step. Nothing here imports torch: the scheduler reads capabilities too.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class Capabilities:
         slot_dtype, table_dtype: integer types that its kernels want for slots and page tables.
         masks: attention masks that it computes: "window" is causal over the last tokens (`Device.attention`).
         graph_capture, overlap: whether a step can be captured, and planned while another runs.
+        graph_buckets: numbers of rows worth a graph of their own, ascending; a step is padded to the next one.
+        graph_streams: what all graphs together may take of a scarce resource, of which a graph takes one and one more
+            for each attention layer; 0: it is not scarce.
+        float64: whether it computes in double precision; without it, choices that need it are made on the host.
         collectives: name of its communication library.
     """
 
@@ -65,6 +69,9 @@ class Capabilities:
     table_dtype: str = ""
     masks: frozenset[MaskKind] = frozenset()
     graph_capture: bool = False
+    graph_buckets: tuple[int, ...] = ()
+    graph_streams: int = 0
+    float64: bool = False
     overlap: bool = False
     collectives: str | None = None
 
@@ -116,7 +123,11 @@ class AttentionBackend(Protocol):
     """Attention over paged KV for one group of layers (all layers that share page tables and geometry)."""
 
     def plan(self, step: AttentionMetadata) -> None:
-        """Prepare what all layers of the group share in this step."""
+        """Prepare what all layers of the group share in this step.
+
+        After a `Device.capture` the tensors that the plan before it made are the graph's: a further plan, of as many
+        rows and of tables that are not wider, writes into them.
+        """
         ...
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KvLayer) -> torch.Tensor:
@@ -128,6 +139,22 @@ class AttentionBackend(Protocol):
             [tokens, num_heads, head_dim], in the dtype of `q`.
         """
         ...
+
+
+class CapturedGraph(Protocol):
+    """A decode step recorded once, to be launched as one piece; its inputs and outputs are the tensors of then."""
+
+    def replay(self, step: AttentionMetadata) -> None:
+        """Launch it for `step`, which every backend of the graph has planned; what it takes from the host besides
+        tensors is brought up to date first."""
+        ...
+
+
+class GraphsUnsupported(RuntimeError):
+    """A device was asked to capture a step, and its capabilities say that it cannot."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(f"device {device!r} captures no graphs (Capabilities.graph_capture is False)")
 
 
 class Operators(Protocol):
@@ -204,6 +231,20 @@ class Device(Protocol):
 
     def copy_page(self, layers: Sequence[KvLayer], source: int, target: int) -> None:
         """Copy one page's keys and values in every layer, after what was launched before."""
+        ...
+
+    def capture(
+        self, run: Callable[[], None], backends: Sequence[AttentionBackend], num_rows: int
+    ) -> CapturedGraph:
+        """Record what `run` launches; only called when the capabilities have `graph_capture`.
+
+        Args:
+            run: computes a step of one new token for each of `num_rows` rows on tensors that stay; it is called more
+                than once, so the step must be one whose repetition does no harm.
+            backends: those that `run` uses; each has planned that step, with the widest page tables there will be.
+        Raises:
+            GraphsUnsupported.
+        """
         ...
 
     def synchronize(self) -> None:
