@@ -26,6 +26,9 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 VENDOR_MODULES = ("torch_npu", "triton")
 VENDOR_FOLDERS = ("devices/npu/", "devices/cuda/")
+KERNEL_SOURCES = "devices/cuda/kernels/"
+"""Written in Triton, so they import it at once, and everybody else imports them when they are used."""
+
 PAGE_ARITHMETIC = ("devices/pages.py", "devices/cpu/", "devices/cuda/", "devices/npu/", "devices/torch_forms/")
 PAGE_NAMES = ("page_size", "tokens_per_page")
 TORCH_FREE = ("mem_cache/", "session/", "engine/scheduler/")
@@ -92,11 +95,13 @@ def arrows_run_one_way(file: SourceFile) -> Iterator[str]:
 
 
 def vendors_stay_in_their_folder_and_are_imported_when_used(file: SourceFile) -> Iterator[str]:
+    is_kernel_source = file.path.startswith(KERNEL_SOURCES)
     for node, module, at_import in imports(file.tree):
-        if module.split(".")[0] in VENDOR_MODULES:
-            if not file.path.startswith(VENDOR_FOLDERS):
+        is_vendor = module.split(".")[0] in VENDOR_MODULES
+        if is_vendor or f"{module}.".startswith(KERNEL_SOURCES.replace("/", ".")):
+            if is_vendor and not file.path.startswith(VENDOR_FOLDERS):
                 yield file.offence(node, f"{module} is imported outside {', '.join(VENDOR_FOLDERS)}")
-            if at_import:
+            if at_import and not is_kernel_source:
                 yield file.offence(node, f"{module} is imported at import time")
 
 
@@ -240,6 +245,16 @@ BAD: list[tuple[Law, str, str]] = [
         "devices/cuda/a.py",
         "class A:\n    from triton import jit",
     ),
+    (
+        vendors_stay_in_their_folder_and_are_imported_when_used,
+        "devices/cuda/a.py",
+        "from devices.cuda.kernels.decode import attend",
+    ),
+    (
+        vendors_stay_in_their_folder_and_are_imported_when_used,
+        "devices/cuda/a.py",
+        "from devices.cuda.kernels import b",
+    ),
     (planners_import_no_torch, "mem_cache/a.py", "import torch"),
     (planners_import_no_torch, "session/a.py", "from torch.nn import functional"),
     (planners_import_no_torch, "engine/scheduler/a.py", "if True:\n    import torch"),
@@ -277,6 +292,16 @@ GOOD: list[tuple[Law, str, str]] = [
         vendors_stay_in_their_folder_and_are_imported_when_used,
         "devices/cuda/a.py",
         "if TYPE_CHECKING:\n    import triton",
+    ),
+    (
+        vendors_stay_in_their_folder_and_are_imported_when_used,
+        "devices/cuda/kernels/a.py",
+        "import triton.language as tl\nfrom devices.cuda.kernels.softmax import step",
+    ),
+    (
+        vendors_stay_in_their_folder_and_are_imported_when_used,
+        "devices/cuda/a.py",
+        "def f():\n    from devices.cuda.kernels.decode import attend",
     ),
     (planners_import_no_torch, "mem_cache/a.py", "if TYPE_CHECKING:\n    import torch"),
     (planners_import_no_torch, "mem_cache/pools.py", "import torch"),

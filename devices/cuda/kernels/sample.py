@@ -55,7 +55,6 @@ def search(source, count, best, temperature, target, BY_COUNT: tl.constexpr, BLO
     mass_before = tl.full([], 0.0, tl.float64)
     last_tokens = 1
     for level in tl.static_range(8):
-        shift: tl.constexpr = 28 - 4 * level
         tokens = tl.zeros([16], tl.int32)
         mass = tl.zeros([16], tl.float64)
         for first in range(0, count, BLOCK):
@@ -63,8 +62,8 @@ def search(source, count, best, temperature, target, BY_COUNT: tl.constexpr, BLO
             key = key_of(scaled)
             inside = first + tl.arange(0, BLOCK) < count
             if level > 0:
-                inside = inside & ((key >> (shift + 4)) == prefix)
-            is_digit = inside[:, None] & (((key >> shift) & 15)[:, None] == digits[None, :])
+                inside = inside & ((key >> (32 - 4 * level)) == prefix)
+            is_digit = inside[:, None] & (((key >> (28 - 4 * level)) & 15)[:, None] == digits[None, :])
             tokens += tl.sum(is_digit.to(tl.int32), 0)
             mass += tl.sum(tl.where(is_digit, weight[:, None], 0.0), 0).to(tl.float64)
         if BY_COUNT:
