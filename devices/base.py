@@ -233,9 +233,7 @@ class Device(Protocol):
         """Copy one page's keys and values in every layer, after what was launched before."""
         ...
 
-    def capture(
-        self, run: Callable[[], None], backends: Sequence[AttentionBackend], num_rows: int
-    ) -> CapturedGraph:
+    def capture(self, run: Callable[[], None], backends: Sequence[AttentionBackend], num_rows: int) -> CapturedGraph:
         """Record what `run` launches; only called when the capabilities have `graph_capture`.
 
         Args:

@@ -2,8 +2,8 @@
 
     |  rows of program 0  |  rows of program 1  | ...        a program keeps the weight in registers for all its rows
 
-Rows of a view are addressed by two strides: `x` is [outer, inner, size] and row `r` is `[r // inner, r % inner]`. So the
-heads inside a wider row are normed where they lie.
+Rows of a view are addressed by two strides: `x` is [outer, inner, size] and row `r` is `[r // inner, r % inner]`. So
+the heads inside a wider row are normed where they lie.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ def rms_norm_kernel(
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, programs: int = MAX_PROGRAMS
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    programs: int = MAX_PROGRAMS,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The norm of `x` [..., size] (of `x + residual`, [rows, size]), and the sum where there is one.
 

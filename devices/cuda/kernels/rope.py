@@ -1,8 +1,8 @@
 """Rotary position embedding: pairs of a head's elements are turned by an angle of the token (arXiv:2104.09864).
 
-    halves        0 1 2 3 | 4 5 6 7 | rest      pairs (0, 4) (1, 5) ...: Llama, Qwen
-    interleaved   0 1 | 2 3 | 4 5 | 6 7 | rest  pairs (0, 1) (2, 3) ...: GPT-J, GLM
-                  |<-   rotated     ->|<- copied ->|
+halves        0 1 2 3 | 4 5 6 7 | rest      pairs (0, 4) (1, 5) ...: Llama, Qwen
+interleaved   0 1 | 2 3 | 4 5 | 6 7 | rest  pairs (0, 1) (2, 3) ...: GPT-J, GLM
+              |<-   rotated     ->|<- copied ->|
 """
 
 from __future__ import annotations

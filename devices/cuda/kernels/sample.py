@@ -23,7 +23,7 @@ BLOCK = 1024
 """Tokens that a program looks at together."""
 
 CAPACITY = 16384
-"""Most tokens of a row that are copied together; a row that may keep more is searched where it lies, which is slower."""
+"""Most tokens of a row that are copied together; a row that may keep more is searched where it lies, more slowly."""
 
 NUM_WARPS = 8
 
@@ -44,45 +44,40 @@ def key_of(scaled):
 
 
 @triton.jit
-def search(source, count, best, temperature, target, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The token before which, best first, `target` tokens stand (or tokens of the mass `target`).
+def search(source, count, best, temperature, by_rank, rank, mass, BLOCK: tl.constexpr):
+    """The token before which, best first, tokens of `mass` stand; or `rank` tokens, where `by_rank`.
 
     Returns its key, how many of the tokens with this key stand before it, and the mass up to it, itself included.
     """
     digits = tl.arange(0, 16)
-    prefix = 0
-    tokens_before = 0
+    prefix = tl.full([], 0, tl.int32)
+    tokens_before = tl.full([], 0, tl.int32)
     mass_before = tl.full([], 0.0, tl.float64)
-    last_tokens = 1
-    for level in tl.static_range(8):
-        tokens = tl.zeros([16], tl.int32)
-        mass = tl.zeros([16], tl.float64)
+    num_equal = tl.full([], 1, tl.int32)
+    for level in range(8):
+        shift = 28 - 4 * level
+        num_tokens = tl.zeros([16], tl.int32)
+        sums = tl.zeros([16], tl.float64)
         for first in range(0, count, BLOCK):
             scaled, weight = scaled_weights(source, first, count, best, temperature, BLOCK)
-            key = key_of(scaled)
-            inside = first + tl.arange(0, BLOCK) < count
-            if level > 0:
-                inside = inside & ((key >> (32 - 4 * level)) == prefix)
-            is_digit = inside[:, None] & (((key >> (28 - 4 * level)) & 15)[:, None] == digits[None, :])
-            tokens += tl.sum(is_digit.to(tl.int32), 0)
-            mass += tl.sum(tl.where(is_digit, weight[:, None], 0.0), 0).to(tl.float64)
-        if BY_COUNT:
-            reached = tokens_before + tl.cumsum(tokens, 0) > target
-        else:
-            reached = mass_before + tl.cumsum(mass, 0) > target
-        digit = tl.min(tl.where(reached & (tokens > 0), digits, 16), 0)
+            until_digit = key_of(scaled) >> shift
+            is_open = ((until_digit >> 4) == prefix) & (first + tl.arange(0, BLOCK) < count)
+            has_digit = is_open[:, None] & ((until_digit & 15)[:, None] == digits[None, :])
+            num_tokens += tl.sum(has_digit.to(tl.int32), 0)
+            sums += tl.sum(tl.where(has_digit, weight[:, None], 0.0), 0).to(tl.float64)
+        tokens_until, mass_until = tokens_before + tl.cumsum(num_tokens, 0), mass_before + tl.cumsum(sums, 0)
+        is_behind = tl.where(by_rank, tokens_until > rank, mass_until > mass) & (num_tokens > 0)
+        digit = tl.min(tl.where(is_behind, digits, 16), 0)
         # Rounding may put the target behind the last token: then it is the last.
-        digit = tl.where(digit == 16, tl.max(tl.where(tokens > 0, digits, 0), 0), digit)
-        tokens_before += tl.sum(tl.where(digits < digit, tokens, 0), 0)
-        mass_before += tl.sum(tl.where(digits < digit, mass, 0.0), 0)
-        last_tokens = tl.sum(tl.where(digits == digit, tokens, 0), 0)
+        digit = tl.where(digit == 16, tl.max(tl.where(num_tokens > 0, digits, 0), 0), digit)
+        tokens_before += tl.sum(tl.where(digits < digit, num_tokens, 0), 0)
+        mass_before += tl.sum(tl.where(digits < digit, sums, 0.0), 0)
+        num_equal = tl.sum(tl.where(digits == digit, num_tokens, 0), 0)
         prefix = prefix * 16 + digit
     weight = tl.exp(-prefix.to(tl.float32, bitcast=True)).to(tl.float64)
-    if BY_COUNT:
-        equal_before = (target - tokens_before).to(tl.int32)
-    else:
-        equal_before = ((target - mass_before) / tl.where(weight > 0, weight, 1.0)).to(tl.int32)
-    equal_before = tl.minimum(tl.maximum(equal_before, 0), last_tokens - 1)
+    by_mass = (mass - mass_before) / tl.where(weight > 0, weight, 1.0)
+    by_mass = tl.minimum(tl.maximum(by_mass, 0.0), num_equal.to(tl.float64)).to(tl.int32)
+    equal_before = tl.minimum(tl.where(by_rank, rank - tokens_before, by_mass), num_equal - 1)
     return prefix, equal_before, mass_before + (equal_before + 1).to(tl.float64) * weight
 
 
@@ -95,7 +90,7 @@ def best_token(logits, vocab_size, BLOCK: tl.constexpr):
     num_nan = tl.zeros([BLOCK], tl.int32)
     for first in range(0, vocab_size, BLOCK):
         logit = tl.load(logits + first + lane, mask=first + lane < vocab_size, other=float("-inf"))
-        num_nan += (logit != logit).to(tl.int32)
+        num_nan += (logit != logit).to(tl.int32)  # noqa: PLR0124
         token = tl.where(logit > best, first + lane, token)
         best = tl.where(logit > best, logit, best)
     top = tl.max(best, 0)
@@ -171,7 +166,7 @@ def gather_kept(logits, values, ids, vocab_size, best, temperature, top_k, top_p
 
 
 @triton.jit
-def token_at(source, ids, count, best, temperature, key, equal_before, IS_COPY: tl.constexpr, BLOCK: tl.constexpr):
+def token_at(source, ids, is_copy, count, best, temperature, key, equal_before, BLOCK: tl.constexpr):
     """The token of this key that has `equal_before` others of the key before it."""
     token = 0
     seen = 0
@@ -180,27 +175,27 @@ def token_at(source, ids, count, best, temperature, key, equal_before, IS_COPY: 
         place = first + tl.arange(0, BLOCK)
         is_equal = (key_of(scaled) == key) & (place < count)
         is_it = is_equal & (seen + tl.cumsum(is_equal.to(tl.int32), 0) - 1 == equal_before)
-        found = place
-        if IS_COPY:
-            found = tl.load(ids + place, mask=is_it, other=0)
-        token += tl.sum(tl.where(is_it, found, 0), 0)
+        copied = tl.load(ids + place, mask=is_it & is_copy, other=0)
+        token += tl.sum(tl.where(is_it, tl.where(is_copy, copied, place), 0), 0)
         seen += tl.sum(is_equal.to(tl.int32), 0)
     return token
 
 
 @triton.jit
-def draw_best_first(source, ids, count, vocab_size, best, temperature, top_k, top_p, uniform, total, probable,
-                    IS_COPY: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def draw_best_first(source, ids, is_copy, count, vocab_size, best, temperature, top_k, top_p, uniform, total, probable,
+                    BLOCK: tl.constexpr):  # fmt: skip
     """The token at the share `uniform` of the mass that the cuts leave, best first."""
     kept = total
-    if top_k < vocab_size:
-        _key, _equal, kept = search(source, count, best, temperature, top_k - 1, True, BLOCK)
-    if top_p < 1.0:
-        _key, _equal, in_nucleus = search(source, count, best, temperature, kept * top_p, False, BLOCK)
-        kept = tl.minimum(kept, in_nucleus)
-    kept = tl.minimum(kept, probable)
-    key, equal_before, _mass = search(source, count, best, temperature, kept * uniform, False, BLOCK)
-    return token_at(source, ids, count, best, temperature, key, equal_before, IS_COPY, BLOCK)
+    key = 0
+    equal_before = 0
+    for stage in range(3):  # the k-th token, the end of the nucleus, the draw
+        is_draw = stage == 2
+        if is_draw | ((stage == 0) & (top_k < vocab_size)) | ((stage == 1) & (top_p < 1.0)):
+            kept = tl.where(is_draw, tl.minimum(kept, probable), kept)
+            mass = kept * tl.where(is_draw, uniform, top_p)
+            key, equal_before, until = search(source, count, best, temperature, stage == 0, top_k - 1, mass, BLOCK)
+            kept = tl.minimum(kept, until)
+    return token_at(source, ids, is_copy, count, best, temperature, key, equal_before, BLOCK)
 
 
 @triton.jit
@@ -224,16 +219,16 @@ def sample_kernel(
             count, total, probable = gather_kept(
                 source, own_values, own_ids, vocab_size, best, temperature, limit, top_p, min_p, BLOCK, CAPACITY
             )
-            if count > 0:
-                token = draw_best_first(
-                    own_values, own_ids, count, vocab_size, best, temperature, limit, top_p, uniform, total, probable,
-                    True, BLOCK,
-                )  # fmt: skip
+            is_copy = count > 0
+            kept_tokens = source
+            if is_copy:
+                kept_tokens = own_values
             else:
-                token = draw_best_first(
-                    source, own_ids, vocab_size, vocab_size, best, temperature, limit, top_p, uniform, total, probable,
-                    False, BLOCK,
-                )  # fmt: skip
+                count = vocab_size
+            token = draw_best_first(
+                kept_tokens, own_ids, is_copy, count, vocab_size, best, temperature, limit, top_p, uniform, total,
+                probable, BLOCK,
+            )  # fmt: skip
     tl.store(tokens + row, token)
 
 
