@@ -56,7 +56,6 @@ class Capabilities:
         graph_buckets: numbers of rows worth a graph of their own, ascending; a step is padded to the next one.
         graph_streams: what all graphs together may take of a scarce resource, of which a graph takes one and one more
             for each attention layer; 0: it is not scarce.
-        float64: whether it computes in double precision; without it, choices that need it are made on the host.
         collectives: name of its communication library.
     """
 
@@ -71,7 +70,6 @@ class Capabilities:
     graph_capture: bool = False
     graph_buckets: tuple[int, ...] = ()
     graph_streams: int = 0
-    float64: bool = False
     overlap: bool = False
     collectives: str | None = None
 

@@ -16,6 +16,9 @@ from devices.base import AttentionMetadata, Device
 from devices.pages import IntArray, page_count, ragged_slots
 from devices.registry import DEVICE_NAMES, try_open
 
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+"""Largest error of a result of about 1, by dtype, the most exact first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
@@ -41,15 +44,24 @@ def _diagnose(name: str) -> Diagnosis:
     device = try_open(name)
     if isinstance(device, str):
         return Diagnosis(name, False, device)
-    worst = max(_self_test_error(device, page_size) for page_size in device.capabilities.page_sizes)
-    verdict = "PASS" if worst < 1e-4 else "FAIL"
+    dtype = _test_dtype(device)
+    worst = max(_self_test_error(device, page_size, dtype) for page_size in device.capabilities.page_sizes)
+    verdict = "PASS" if worst < TOLERANCES[dtype] else "FAIL"
     sizes = ",".join(map(str, device.capabilities.page_sizes))
     text = f"{device.description}; pages {sizes}; kv {','.join(device.capabilities.kv_dtypes)}; max error {worst:.1e}"
     return Diagnosis(name, True, text, verdict)
 
 
-def _self_test_error(device: Device, page_size: int) -> float:
-    """Largest difference between paged and dense attention for a mixed step (a prefill and two decodes), fp32."""
+def _test_dtype(device: Device) -> torch.dtype:
+    """The most exact dtype of the device's."""
+    return next(dtype for dtype in TOLERANCES if str(dtype).removeprefix("torch.") in device.capabilities.kv_dtypes)
+
+
+def _self_test_error(device: Device, page_size: int, dtype: torch.dtype) -> float:
+    """Largest difference between paged and dense attention for a mixed step (a prefill and two decodes).
+
+    The dense one is computed in fp32 from the same rounded inputs.
+    """
     num_heads, num_kv_heads, head_dim = 4, 2, 16
     seq_lens = np.array([37, 5, 130], dtype=np.int32)
     query_lens = np.array([37, 1, 1], dtype=np.int32)
@@ -59,7 +71,7 @@ def _self_test_error(device: Device, page_size: int) -> float:
     ids = np.random.default_rng(0).permutation(sum(pages)).astype(np.int32) + 1
     for i, part in enumerate(np.split(ids, np.cumsum(pages)[:-1])):
         tables[i, : len(part)] = part
-    layer = device.kv_layer(0, sum(pages) + 1, page_size, num_kv_heads, head_dim, torch.float32)
+    layer = device.kv_layer(0, sum(pages) + 1, page_size, num_kv_heads, head_dim, dtype)
     backend = device.attention(num_heads, num_kv_heads, head_dim)
     page_tables = torch.from_numpy(tables).to(device.torch_device)
 
@@ -69,13 +81,13 @@ def _self_test_error(device: Device, page_size: int) -> float:
         q, k, v = qkv.to(device.torch_device)
         return backend.forward(q, k[:, :num_kv_heads], v[:, :num_kv_heads], layer).cpu()
 
-    full = [torch.randn(3, int(n), num_heads, head_dim, generator=generator) for n in seq_lens]
+    full = [torch.randn(3, int(n), num_heads, head_dim, generator=generator).to(dtype) for n in seq_lens]
     past = seq_lens - query_lens
     for row in np.flatnonzero(past):
         only_row = np.where(np.arange(3) == row, past, 0).astype(np.int32)
         run(np.zeros(3, dtype=np.int32), only_row, full[row][:, : past[row]])
-    got = run(past, query_lens, torch.cat([x[:, past[i] :] for i, x in enumerate(full)], dim=1))
-    want = torch.cat([_dense(x, num_kv_heads)[past[i] :] for i, x in enumerate(full)])
+    got = run(past, query_lens, torch.cat([x[:, past[i] :] for i, x in enumerate(full)], dim=1)).float()
+    want = torch.cat([_dense(x.float(), num_kv_heads)[past[i] :] for i, x in enumerate(full)])
     return float((got - want).abs().max())
 
 

@@ -15,7 +15,9 @@ from devices.registry import DeviceUnavailable, open_device
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import BadRequest, ConfigError
+from engine.graphs import graph_sizes
 from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
 from engine.models.registry import load_model
 from engine.runner import ModelRunner
 from engine.sampling.grammar_compiler import GrammarCompiler
@@ -68,7 +70,7 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
     dtype = choose_dtype(config.model.dtype, model_config.saved_dtype, device.capabilities.dtypes)
     kv_dtype = dtype if config.memory.kv_cache_dtype == "auto" else getattr(torch, config.memory.kv_cache_dtype)
     context_len = _context_len(config, model_config)
-    _check_masks(model_config, device)
+    _check_attention(model_config, device)
 
     total_bytes = device.memory().total_bytes
     model, report = load_model(source, dtype, device, context_len, progress)
@@ -107,9 +109,10 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
         chunk_tokens=chunk_tokens(config.chunk_tokens, capabilities, page_size),
     )
     vocab_size = min(model_config.vocab_size, tokenizer.vocab_size)
+    sizes = _graph_sizes(config, capabilities, model, pool)
     core = EngineCore(
         scheduler,
-        ModelRunner(model, device, kv, allocator.geometry, pool.num_rows, vocab_size),
+        ModelRunner(model, device, kv, allocator.geometry, pool.num_rows, vocab_size, sizes),
         context_len=context_len,
         vocab_size=vocab_size,
         eos_token_ids=frozenset(model_config.eos_token_ids) | tokenizer.eos_token_ids,
@@ -204,13 +207,30 @@ def _context_len(config: EngineConfig, model_config: ModelConfig) -> int:
     return wanted
 
 
-def _check_masks(model_config: ModelConfig, device: Device) -> None:
+def _check_attention(model_config: ModelConfig, device: Device) -> None:
+    try:
+        device.attention(model_config.num_heads, model_config.num_kv_heads, model_config.head_dim)
+    except ValueError as error:
+        raise ConfigError(f"device {device.name!r} cannot run {model_config.architecture}: {error}") from error
     windows = sorted({window for window in model_config.windows if window is not None})
     if windows and "window" not in device.capabilities.masks:
         raise ConfigError(
             f"{model_config.architecture} has layers with a sliding window of {windows[0]} tokens and device "
             f"{device.name!r} computes only: {', '.join(sorted(device.capabilities.masks))}; use --device cpu"
         )
+
+
+def _graph_sizes(config: EngineConfig, capabilities: Capabilities, model: Decoder, pool: PoolSize) -> tuple[int, ...]:
+    """Batch sizes of captured decode steps."""
+    if not config.captures_graphs or not capabilities.graph_capture:
+        return ()
+    if not model.is_static:
+        logger.info("graphs: none, since experts are launched as a step's tokens demand; every step runs eagerly")
+        return ()
+    largest = min(config.model.cuda_graph_max_bs or pool.num_rows, pool.num_rows)
+    sizes = graph_sizes(capabilities, largest, model.config.num_layers)
+    logger.info("graphs: decode steps of up to %s rows are captured", ", ".join(map(str, sizes)) or "no")
+    return sizes
 
 
 def _allocator(config: EngineConfig, pool: PoolSize, page_size: int, events: KvEventLog | None) -> KvAllocator:

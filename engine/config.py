@@ -50,6 +50,15 @@ class ModelArgs:
     kernels: str = arg(
         "auto", "The device's own kernels, or its plain torch forms (slower).", choices=("auto", "torch")
     )
+    graphs: str = arg(
+        "auto",
+        "Launch decode steps as captured graphs where the device can; off runs every step eagerly.",
+        choices=("auto", "off"),
+    )
+    disable_cuda_graph: bool = arg(False, "The same as --graphs off.", aliases=("enforce_eager",))
+    cuda_graph_max_bs: int | None = arg(
+        None, "Largest batch of a captured graph; what the device's memory suggests when not given."
+    )
     context_length: int | None = arg(
         None,
         "Most tokens of prompt and output together; the model's own limit when not given.",
@@ -203,6 +212,10 @@ class EngineConfig:
         return "torch" if self.model.kernels == "torch" else "auto"
 
     @property
+    def captures_graphs(self) -> bool:
+        return self.model.graphs == "auto" and not self.model.disable_cuda_graph
+
+    @property
     def mem_fraction(self) -> float:
         return DEFAULT_MEM_FRACTION if self.memory.mem_fraction_static is None else self.memory.mem_fraction_static
 
@@ -285,6 +298,7 @@ _AT_LEAST_ONE = (lambda n: n >= 1, "at least 1")
 _RANGES: dict[str, tuple[Any, str]] = {
     "context_length": (lambda n: n >= 2, "at least 2: one token in, one out"),
     "page_size": _AT_LEAST_ONE,
+    "cuda_graph_max_bs": _AT_LEAST_ONE,
     "mem_fraction_static": (lambda x: 0 < x < 1, "between 0 and 1"),
     "max_total_tokens": _AT_LEAST_ONE,
     "max_running_requests": _AT_LEAST_ONE,

@@ -367,4 +367,5 @@ class EngineCore:
             "cached_tokens_total": self.scheduler.num_cached_tokens,
             "num_sessions": num_sessions,
             "session_held_tokens": held_tokens,
+            **self.runner.counts,
         }

@@ -7,13 +7,16 @@ tables, kept equal to the scheduler's by the changes that each step carries.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from devices.base import AttentionMetadata, Device
+from devices.base import Device
 from devices.pages import page_count, ragged_positions, ragged_slots
+from engine.graphs import DecodeGraphs, StepColumns
 from engine.models.decoder import Decoder
 from engine.sampling.logits import edited, joined, masked, score
 from engine.sampling.sampler import sample
@@ -28,11 +31,11 @@ SCORE_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """A step's columns on the device, int64.
+    """A step's columns on the device.
 
     Attributes:
-        token_ids, positions: [tokens].
-        wanted: places of the tokens that score a prompt token, then of each request's last one, [wanted].
+        token_ids: int64 [tokens]; positions: int32 [tokens].
+        wanted: places of the tokens that score a prompt token, then of each request's last one, int64 [wanted].
     """
 
     token_ids: torch.Tensor
@@ -49,9 +52,21 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Decoder, device: Device, kv: AttentionKv, geometry: RowGeometry, num_rows: int, vocab_size: int
+        self,
+        model: Decoder,
+        device: Device,
+        kv: AttentionKv,
+        geometry: RowGeometry,
+        num_rows: int,
+        vocab_size: int,
+        graph_sizes: Sequence[int] = (),
     ) -> None:
-        """`vocab_size`: ids below it have a token; the model may have more outputs, which are never chosen."""
+        """Captures the graphs of decode steps, so everything else that needs memory comes before.
+
+        Args:
+            vocab_size: ids below it have a token; the model may have more outputs, which are never chosen.
+            graph_sizes: batch sizes of captured decode steps, ascending; see `engine.graphs`.
+        """
         self.model = model
         self.kv = kv
         self._device = device
@@ -69,27 +84,39 @@ class ModelRunner:
         }
         self._backends = tuple(by_window.values())
         self._attention = tuple(by_window[window] for window in config.windows)
+        width = self._tables["full"].shape[1]
+        self._graphs = (
+            DecodeGraphs(model, device, kv.layers, self._page_size, width, graph_sizes) if graph_sizes else None
+        )
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Steps by how they ran, when there are graphs."""
+        if self._graphs is None:
+            return {}
+        return {f"graph_steps_{name}": count for name, count in self._graphs.counts.items()}
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> StepOutput:
         """Run one step to its end."""
         called = time.perf_counter()
-        inputs = self._prepare(step)
+        forward = self._prepare(step)
         started = time.perf_counter()
         self.prepare_s = started - called
-        hidden = self.forward(inputs)
+        hidden = forward()
         ends = hidden[len(hidden) - len(step.rows) :]
-        logits = self._logits(ends if step.is_sampled.all() else ends[torch.from_numpy(step.is_sampled)])
+        logits = self._logits(ends if step.is_sampled.all() else ends[self._places(step.is_sampled)])
         choices = logits if step.edits is None else edited(logits, step.edits)
         sampled = sample(choices if step.allowed is None else masked(choices, step.allowed), step.sampling)
         scores = None if step.scores is None else self._scores(step.scores, hidden, logits, sampled.token_ids)
         # A chunk without logits is judged by its last hidden state: attention carries a NaN of its KV there.
-        is_finite = torch.isfinite(ends).all(dim=-1).cpu().numpy()
-        is_finite[step.is_sampled] &= sampled.is_finite.cpu().numpy()
-        tokens = sampled.token_ids.cpu().numpy().astype(np.int32)
+        parts = torch.isfinite(ends).all(dim=-1), sampled.is_finite, sampled.token_ids
+        finite, sampled_finite, tokens = _read_back(*parts)
+        is_finite = finite != 0
+        is_finite[step.is_sampled] &= sampled_finite != 0
         self.device_s = time.perf_counter() - started
         has_token = step.is_sampled & is_finite
-        new_tokens = tokens[is_finite[step.is_sampled]]
+        new_tokens = tokens[is_finite[step.is_sampled]].astype(np.int32)
         return StepOutput(step.step_id, has_token.astype(np.int32), new_tokens, is_finite, scores)
 
     @torch.inference_mode()
@@ -116,36 +143,55 @@ class ModelRunner:
         extra = _extras(wanted, num_prompt, num_prompt + len(rows), hidden.device)
         return joined([*parts, score(logits[rows], token_ids[rows], wanted.top_n, *extra)])
 
-    def _prepare(self, step: StepInput) -> ForwardInputs:
-        """Bring page tables up to date, plan attention, put the step's columns on the device."""
+    def _places(self, is_wanted: npt.NDArray[np.bool_]) -> torch.Tensor:
+        """Indices of what a mask keeps, on the device: a mask there would have to be counted first."""
+        return torch.from_numpy(np.flatnonzero(is_wanted)).to(self._device.torch_device)
+
+    def _prepare(self, step: StepInput) -> Callable[[], torch.Tensor]:
+        """Bring page tables up to date, plan attention, put the step's columns on the device.
+
+        Returns what computes the hidden states of the wanted tokens, [wanted, hidden_size].
+        """
         self._apply(step.table_changes)
         for copy in step.page_copies:
             self._device.copy_page(self.kv.layers, copy.source, copy.target)
         ends = step.starts + step.num_new
         num_pages = page_count(int(ends.max()), self._page_size)
         tables = self._tables["full"][step.rows, :num_pages]
-        to = self._device.torch_device
-        attention = AttentionMetadata(
+        columns = StepColumns(
+            token_ids=step.token_ids,
+            positions=ragged_positions(step.starts, step.num_new),
             query_lens=step.num_new,
             seq_lens=ends,
-            page_tables=torch.from_numpy(tables).to(to),
+            tables=tables,
             slots=ragged_slots(tables, step.starts, step.num_new, self._page_size),
-            page_size=self._page_size,
         )
+        replay = None if self._graphs is None else self._graphs.prepare(columns)
+        if replay is not None:
+            return replay
+        to = self._device.torch_device
+        attention = columns.attention(self._page_size, to)
         for backend in self._backends:
             backend.plan(attention)
         wanted = np.cumsum(step.num_new, dtype=np.int64) - 1
         if step.scores is not None:
             wanted = np.concatenate([step.scores.place, wanted])
-        return ForwardInputs(
+        inputs = ForwardInputs(
             torch.from_numpy(step.token_ids.astype(np.int64)).to(to),
-            torch.from_numpy(ragged_positions(step.starts, step.num_new)).to(to),
+            torch.from_numpy(columns.positions).to(to),
             torch.from_numpy(wanted).to(to),
         )
+        return lambda: self.forward(inputs)
 
     def _apply(self, changes: tuple[TableChange, ...]) -> None:
         for change in changes:
             self._tables[change.family][change.row, change.start : change.start + len(change.pages)] = change.pages
+
+
+def _read_back(*columns: torch.Tensor) -> list[npt.NDArray[np.int64]]:
+    """Columns on the host, int64, in one transfer: each would be a wait of its own."""
+    together = torch.cat([column.to(torch.int64) for column in columns]).cpu().numpy()
+    return np.split(together, np.cumsum([len(column) for column in columns])[:-1])
 
 
 def _extras(wanted: ScoreColumns, first: int, last: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ batch, so they cost a handful of arrays, and both pack into bytes for another pr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -33,6 +34,10 @@ class SamplingColumns:
     min_p: npt.NDArray[np.float32]
     seed: npt.NDArray[np.uint64]
     position: npt.NDArray[np.int64]
+
+    def of(self, rows: npt.NDArray[np.int64]) -> SamplingColumns:
+        """Those of some rows."""
+        return SamplingColumns(*(getattr(self, name)[rows] for name in SamplingColumns.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +167,11 @@ class Executor(Protocol):
 
     prepare_s: float
     device_s: float
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What it counted since it was made, for `EngineCore.stats`."""
+        ...
 
     def execute(self, step: StepInput) -> StepOutput:
         """Run one step to its end."""

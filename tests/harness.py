@@ -7,17 +7,55 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from devices.base import Device
+from devices.registry import try_open
 from engine import LLM, SamplingParams
 from engine.request import Request, RequestStatus
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
 
 
+class Target:
+    """The device of engines that do not say another; the fixture `on_device` sets it."""
+
+    name = "cpu"
+
+
+def finest_page() -> int:
+    """The smallest page of the target."""
+    return min(opened(Target.name).capabilities.page_sizes)
+
+
+def opened(name: str) -> Device:
+    device = try_open(name)
+    assert not isinstance(device, str), device
+    return device
+
+
+def fitted(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for a device: the most exact dtype that it has, and chunks that end where it resumes.
+
+    Skips the test when it is about a page size or a resume unit that the device does not have.
+    """
+    capabilities = opened(name).capabilities
+    exact = "float32" if "float32" in capabilities.dtypes else "float16"
+    values: dict[str, Any] = {"device": name, "dtype": exact, "max_total_tokens": 4096, "random_seed": 0} | kwargs
+    page_size = values.get("page_size", capabilities.default_page_size)
+    if page_size not in capabilities.page_sizes:
+        pytest.skip(f"{name} has no pages of {page_size}")
+    if capabilities.resume_unit == "page":
+        if values.get("resume_unit") == "token":
+            pytest.skip(f"{name} resumes at page borders only")
+        if 0 < (values.get("chunked_prefill_size") or 0) < page_size:
+            values["chunked_prefill_size"] = page_size
+    return values
+
+
 def make_llm(path: Path, **kwargs: Any) -> LLM:
-    """A CPU engine in fp32 with a small pool, whose every step is followed by an audit."""
-    defaults: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_total_tokens": 4096, "random_seed": 0}
-    llm = LLM(str(path), **(defaults | kwargs))
+    """An engine with a small pool on the target, whose every step is followed by an audit; the CPU's computes fp32."""
+    llm = LLM(str(path), **fitted(kwargs.get("device", Target.name), kwargs))
     plain_launch, plain_collect = llm.core.launch, llm.core.collect
 
     def launch() -> list[Request]:

@@ -61,6 +61,7 @@ class HashExecutor:
         self.version = 0
         self.fail_next = 0
         self.prepare_s = self.device_s = 0.0
+        self.counts: dict[str, int] = {}
 
     def execute(self, step: StepInput) -> StepOutput:
         for change in step.table_changes:

@@ -5,13 +5,22 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from devices.base import AttentionBackend, Capabilities, KernelChoice, KvLayer, MemoryInfo, Operators
+from devices.base import (
+    AttentionBackend,
+    Capabilities,
+    CapturedGraph,
+    GraphsUnsupported,
+    KernelChoice,
+    KvLayer,
+    MemoryInfo,
+    Operators,
+)
 from devices.cpu.kernels.attention import KernelAttention
 from devices.cpu.kernels.build import KernelsUnavailable, load_kernels
 from devices.cpu.kernels.operators import KernelOperators
@@ -78,6 +87,9 @@ class CpuDevice:
         for layer in layers:
             layer.k[target].copy_(layer.k[source])
             layer.v[target].copy_(layer.v[source])
+
+    def capture(self, run: Callable[[], None], backends: Sequence[AttentionBackend], num_rows: int) -> CapturedGraph:
+        raise GraphsUnsupported(self.name)
 
     def synchronize(self) -> None:
         """CPU work is done when its call returns."""

@@ -1,23 +1,25 @@
-"""Ascend NPUs. Not in this version: `open_device` says why an NPU cannot open, and what to use instead.
+"""Ascend NPUs, and their emulation ("npu-sim") where there is none. Importing this package imports neither torch nor
+torch_npu.
 
-`torch_npu` is looked for, never imported: without CANN its import would break `import torch`.
+`probe.py` finds the NPU or says what is missing, `device.py` opens it, `attention.py`, `operators.py` and `graphs.py`
+run on it, and every call of a torch_npu operator goes through a checked builder in `arguments/`. `emulator/` runs all
+of this on the CPU, with the operators' real schemas and stricter than hardware.
 """
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from devices.base import KernelChoice
+    from devices.npu.device import NpuDevice
 
 
-def open_device(name: str, kernels: KernelChoice = "auto") -> NoReturn:
-    """Raises DeviceUnavailable, always: first what the machine lacks, else what this version lacks."""
-    from devices.registry import DeviceUnavailable
+def open_device(name: str, kernels: KernelChoice = "auto") -> NpuDevice:
+    """Raises DeviceUnavailable; `kernels` "torch" runs norms, gates and turns in plain torch."""
+    from devices.npu.probe import find_emulated, find_npu
 
-    if name == "npu-sim":
-        raise DeviceUnavailable("this version of Rung has no NPU emulator yet; use --device cpu")
-    if find_spec("torch_npu") is None:
-        raise DeviceUnavailable("torch_npu is not installed (pip install 'rung[npu]' on a machine with CANN)")
-    raise DeviceUnavailable("this version of Rung has no NPU kernels yet; use --device cpu")
+    found = find_emulated() if name == "npu-sim" else find_npu()
+    from devices.npu.device import NpuDevice
+
+    return NpuDevice(name, found, kernels)

@@ -114,6 +114,11 @@ class Decoder:
         """Bytes of weights that a step reads, if it reaches all experts: all but an embedding that is not the head."""
         return self._parts.num_bytes - (0 if self.config.tie_word_embeddings else self.embedding.nbytes)
 
+    @property
+    def is_static(self) -> bool:
+        """Whether steps of one shape always launch the same work: experts are launched as their tokens demand."""
+        return self.config.moe is None
+
     def optional_names(self) -> frozenset[str]:
         """Names that a file may hold and that are not loaded: the head of a tied model."""
         return frozenset({LM_HEAD}) if self.config.tie_word_embeddings else frozenset()

@@ -62,11 +62,20 @@ class Sampled:
 
 
 def sample(logits: torch.Tensor, columns: SamplingColumns) -> Sampled:
-    """Choose a token for each row of `logits`, float32 [rows, vocab_size]."""
+    """Choose a token for each row of `logits`, float32 [rows, vocab_size].
+
+    Greedy rows stay on the device. Rows to draw from are brought to the host: a choice takes double precision, and how
+    many candidates it takes shows on the way.
+    """
     best, greedy = logits.max(dim=-1)
     is_finite = torch.isfinite(best)
-    token_ids = greedy
     drawn = np.flatnonzero((columns.temperature > 0) & (columns.top_k != 1))
+    if len(drawn) and not logits.is_cpu:
+        places = torch.from_numpy(drawn).to(logits.device)
+        chosen = sample(logits[places].cpu(), columns.of(drawn))
+        greedy.index_copy_(0, places, chosen.token_ids.to(logits.device))
+        return Sampled(greedy, is_finite)
+    token_ids = greedy
     if len(drawn):
         uniform = torch.from_numpy(uniforms(columns.seed[drawn], columns.position[drawn]))
         is_cut = (columns.top_k[drawn] != -1) | (columns.top_p[drawn] < 1)

@@ -6,6 +6,8 @@ the last step are spoiled, then the new tokens are written and everything is rea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from devices.base import Capabilities
@@ -29,6 +31,7 @@ class NullRunner:
         kv: the pairs.
         nan_row: the row whose next result is not finite and whose new pairs are spoiled; None after that step.
         prepare_s, device_s: always 0: a simulation has no seconds.
+        counts: nothing.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class NullRunner:
         self.kv = NullKv(num_pages, geometry.page_size)
         self.nan_row: int | None = None
         self.prepare_s = self.device_s = 0.0
+        self.counts: Mapping[str, int] = {}
         self._capabilities = capabilities
         self._vocab_size = vocab_size
         self._is_canary = is_canary

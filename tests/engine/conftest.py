@@ -1,9 +1,11 @@
 """Tiny models on disk, written once a session."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import Target
 from tiny_models import save_tiny_llama, save_tiny_model
 
 
@@ -35,6 +37,38 @@ def variant_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     architecture, overrides = VARIANTS[request.param]
     path = tmp_path_factory.mktemp(f"tiny-{request.param}")
     save_tiny_model(path, architecture, seed=4, **overrides)
+    return path
+
+
+@pytest.fixture(scope="module")
+def on_device(device_name: str) -> Iterator[str]:
+    """Engines of the module are made on `device_name`."""
+    Target.name = device_name
+    yield device_name
+    Target.name = "cpu"
+
+
+def fitting(device_name: str) -> dict[str, Any]:
+    """What a tiny model must be like for a device: attention on others than the CPU wants wider heads."""
+    return {} if device_name == "cpu" else {"head_dim": 16}
+
+
+@pytest.fixture(scope="session")
+def model_path(device_name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny_path`, for a device."""
+    path = tmp_path_factory.mktemp(f"tiny-llama-{device_name}")
+    save_tiny_llama(path, **fitting(device_name))
+    return path
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant_model_path(
+    request: pytest.FixtureRequest, device_name: str, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """`variant_path`, for a device."""
+    architecture, overrides = VARIANTS[request.param]
+    path = tmp_path_factory.mktemp(f"tiny-{request.param}-{device_name}")
+    save_tiny_model(path, architecture, seed=4, **(overrides | fitting(device_name)))
     return path
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import GREEDY, assert_idle, finish_all, make_llm, run, run_turn, start_turn
+from harness import GREEDY, assert_idle, finest_page, finish_all, make_llm, run, run_turn, start_turn
 
 from engine import LLM, SamplingParams
 from engine.request import RequestStatus
+
+pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("on_device")]
 
 PAGES = [1, 16, 128]
 UNITS = ["token", "page"]
@@ -20,7 +22,7 @@ SHORT = SamplingParams(temperature=0.0, max_new_tokens=11, ignore_eos=True)
 
 def one_by_one(path: Path, turns: list[list[int]], params: SamplingParams = SHORT) -> list[list[int]]:
     """The answers to each turn when everything before it is one prompt, on an engine without any cache."""
-    llm = make_llm(path, page_size=16, disable_radix_cache=True)
+    llm = make_llm(path, page_size=finest_page(), disable_radix_cache=True)
     context: list[int] = []
     answers = []
     for turn in turns:
@@ -31,8 +33,8 @@ def one_by_one(path: Path, turns: list[list[int]], params: SamplingParams = SHOR
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_path: Path) -> list[list[int]]:
-    return one_by_one(tiny_path, TURNS)
+def expected(on_device: str, model_path: Path) -> list[list[int]]:
+    return one_by_one(model_path, TURNS)
 
 
 def talk(llm: LLM, session_id: str, turns: list[list[int]] = TURNS, params: SamplingParams = SHORT) -> list[list[int]]:
@@ -43,11 +45,11 @@ def talk(llm: LLM, session_id: str, turns: list[list[int]] = TURNS, params: Samp
 @pytest.mark.parametrize("no_cache", [False, True], ids=["tree", "no-tree"])
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("page_size", PAGES)
-def test_turns_equal_one_long_prompt(tiny_path, expected, page_size, unit, no_cache, chunk):
+def test_turns_equal_one_long_prompt(model_path, expected, page_size, unit, no_cache, chunk):
     if chunk != -1 and chunk < page_size and unit == "page":
         pytest.skip("no chunk could end at a page border")
     llm = make_llm(
-        tiny_path, page_size=page_size, resume_unit=unit, disable_radix_cache=no_cache, chunked_prefill_size=chunk
+        model_path, page_size=page_size, resume_unit=unit, disable_radix_cache=no_cache, chunked_prefill_size=chunk
     )
     session = llm.core.sessions.open()
     assert talk(llm, session.id) == expected
@@ -106,9 +108,9 @@ EVENTS = ["demotion", "flush", "abort queued", "abort prefill", "abort launched"
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("page_size", PAGES)
-def test_what_happens_between_turns_changes_no_token(tiny_path, expected, page_size, unit, event):
+def test_what_happens_between_turns_changes_no_token(model_path, expected, page_size, unit, event):
     chunk = -1 if page_size == 128 else 48
-    llm = make_llm(tiny_path, page_size=page_size, resume_unit=unit, chunked_prefill_size=chunk)
+    llm = make_llm(model_path, page_size=page_size, resume_unit=unit, chunked_prefill_size=chunk)
     session = llm.core.sessions.open()
     answers = []
     for turn in TURNS:
@@ -122,9 +124,9 @@ def test_what_happens_between_turns_changes_no_token(tiny_path, expected, page_s
 @pytest.mark.parametrize("demote", [False, True], ids=["", "demoted"])
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("page_size", PAGES)
-def test_a_turn_that_is_retracted_again_and_again_changes_no_token(tiny_path, expected, page_size, unit, demote):
+def test_a_turn_that_is_retracted_again_and_again_changes_no_token(model_path, expected, page_size, unit, demote):
     chunk = -1 if page_size == 128 else 48
-    llm = make_llm(tiny_path, page_size=page_size, resume_unit=unit, chunked_prefill_size=chunk)
+    llm = make_llm(model_path, page_size=page_size, resume_unit=unit, chunked_prefill_size=chunk)
     session = llm.core.sessions.open()
     answers = []
     for turn in TURNS:
@@ -147,13 +149,13 @@ def test_a_turn_that_is_retracted_again_and_again_changes_no_token(tiny_path, ex
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_a_fork_at_every_offset_leaves_two_conversations(tiny_path, page_size, unit):
+def test_a_fork_at_every_offset_leaves_two_conversations(model_path, page_size, unit):
     """Both go on from the same history, in turns, each as if it were alone."""
-    llm = make_llm(tiny_path, page_size=page_size, resume_unit=unit)
+    llm = make_llm(model_path, page_size=page_size, resume_unit=unit)
     trunk = llm.core.sessions.open("trunk")
     talk(llm, trunk.id, TURNS[:2])
     history = trunk.log.tokens.tolist()
-    plain = make_llm(tiny_path, page_size=16, disable_radix_cache=True)
+    plain = make_llm(model_path, page_size=finest_page(), disable_radix_cache=True)
     for cut in range(len(history) - 17, len(history) + 1):
         child = llm.core.sessions.fork(trunk.id, length=cut)
         twin = llm.core.sessions.fork(trunk.id)
@@ -176,9 +178,9 @@ def test_a_fork_at_every_offset_leaves_two_conversations(tiny_path, page_size, u
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_rewinding_into_shared_pages_does_not_write_into_the_other_branch(tiny_path, page_size, unit):
-    llm = make_llm(tiny_path, page_size=page_size, resume_unit=unit)
-    plain = make_llm(tiny_path, page_size=16, disable_radix_cache=True)
+def test_rewinding_into_shared_pages_does_not_write_into_the_other_branch(model_path, page_size, unit):
+    llm = make_llm(model_path, page_size=page_size, resume_unit=unit)
+    plain = make_llm(model_path, page_size=finest_page(), disable_radix_cache=True)
     trunk = llm.core.sessions.open()
     talk(llm, trunk.id, TURNS[:3])
     history = trunk.log.tokens.tolist()
@@ -197,10 +199,10 @@ def test_rewinding_into_shared_pages_does_not_write_into_the_other_branch(tiny_p
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("page_size", PAGES)
-def test_many_sessions_in_a_pool_far_too_small(tiny_path, expected, page_size, unit):
+def test_many_sessions_in_a_pool_far_too_small(model_path, expected, page_size, unit):
     """Rows give way all the time, running turns are retracted, and nobody gets another's tokens."""
     tokens = 512 if page_size == 128 else 330
-    llm = make_llm(tiny_path, page_size=page_size, resume_unit=unit, max_total_tokens=tokens, chunked_prefill_size=-1)
+    llm = make_llm(model_path, page_size=page_size, resume_unit=unit, max_total_tokens=tokens, chunked_prefill_size=-1)
     names = [llm.core.sessions.open().id for _ in range(6)]
     for turn, answer in zip(TURNS, expected, strict=True):
         requests = [start_turn(llm, name, turn, SHORT) for name in names]
@@ -213,15 +215,16 @@ def test_many_sessions_in_a_pool_far_too_small(tiny_path, expected, page_size, u
 
 
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_windows_and_experts_talk_in_turns_as_well(variant_path, page_size, unit):
-    llm = make_llm(variant_path, page_size=page_size, resume_unit=unit, chunked_prefill_size=48)
-    assert talk(llm, llm.core.sessions.open().id) == one_by_one(variant_path, TURNS)
+@pytest.mark.parametrize("page_size", PAGES)
+def test_windows_and_experts_talk_in_turns_as_well(variant_model_path, page_size, unit):
+    chunk = -1 if page_size == 128 else 48
+    llm = make_llm(variant_model_path, page_size=page_size, resume_unit=unit, chunked_prefill_size=chunk)
+    assert talk(llm, llm.core.sessions.open().id) == one_by_one(variant_model_path, TURNS)
 
 
-def test_a_stop_string_that_cuts_inside_a_page(tiny_path):
+def test_a_stop_string_that_cuts_inside_a_page(model_path):
     """The history holds what was generated up to the token that completed the stop."""
-    llm = make_llm(tiny_path, page_size=16)
+    llm = make_llm(model_path, page_size=16)
     with llm.open_session() as session:
         first = session.generate(TURNS[0], GREEDY)
         stop = first.text[4:9]
@@ -230,13 +233,13 @@ def test_a_stop_string_that_cuts_inside_a_page(tiny_path):
         assert stopped.finish_reason == "stop"
         assert len(stopped.token_ids) < len(first.token_ids)
         answer = session.generate(TURNS[1], GREEDY)
-    plain = make_llm(tiny_path, page_size=16, disable_radix_cache=True)
+    plain = make_llm(model_path, page_size=finest_page(), disable_radix_cache=True)
     context = [*TURNS[0], *stopped.token_ids, *TURNS[1]]
     assert answer.token_ids == run(plain, [context])[0].output_ids
 
 
-def test_a_page_that_is_written_in_spite_of_a_fork_is_noticed(tiny_path, monkeypatch):
+def test_a_page_that_is_written_in_spite_of_a_fork_is_noticed(model_path, monkeypatch):
     """The matrix can fail: without its own copy of a shared page, a rewound branch changes the other."""
     monkeypatch.setattr("mem_cache.allocation.KvAllocator.own_tail", lambda self, record: None)
     with pytest.raises(AssertionError):
-        test_rewinding_into_shared_pages_does_not_write_into_the_other_branch(tiny_path, 16, "token")
+        test_rewinding_into_shared_pages_does_not_write_into_the_other_branch(model_path, 16, "token")

@@ -62,6 +62,7 @@ ALIASES = [
     ("max_num_seqs", "max_running_requests", 4),
     ("max_num_batched_tokens", "chunked_prefill_size", 64),
     ("seed", "random_seed", 7),
+    ("enforce_eager", "disable_cuda_graph", True),
 ]
 
 

@@ -33,7 +33,8 @@ PAGE_ARITHMETIC = ("devices/pages.py", "devices/cpu/", "devices/cuda/", "devices
 PAGE_NAMES = ("page_size", "tokens_per_page")
 TORCH_FREE = ("mem_cache/", "session/", "engine/scheduler/")
 TORCH_ALLOWED = ("mem_cache/pools.py",)
-ENVIRONMENT_READER = "engine/config.py"
+ENVIRONMENT_READERS = ("engine/config.py", "devices/npu/probe.py")
+"""The engine's own variables, and those by which a vendor hides devices."""
 RECORD = "mem_cache/kv_info.py"
 RECORD_FIELDS = frozenset(name for name in ReqKvInfo.__slots__ if name.startswith("_"))
 
@@ -159,17 +160,17 @@ def _name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def one_file_reads_the_environment(file: SourceFile) -> Iterator[str]:
-    if file.path == ENVIRONMENT_READER:
+def few_files_read_the_environment(file: SourceFile) -> Iterator[str]:
+    if file.path in ENVIRONMENT_READERS:
         return
     words = ("environ", "environb", "getenv", "putenv")
     for node in ast.walk(file.tree):
         if isinstance(node, ast.Attribute) and node.attr in words and _name(node.value) == "os":
-            yield file.offence(node, f"os.{node.attr} outside {ENVIRONMENT_READER}")
+            yield file.offence(node, f"os.{node.attr} outside {', '.join(ENVIRONMENT_READERS)}")
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
             for alias in node.names:
                 if alias.name in words:
-                    yield file.offence(node, f"os.{alias.name} outside {ENVIRONMENT_READER}")
+                    yield file.offence(node, f"os.{alias.name} outside {', '.join(ENVIRONMENT_READERS)}")
 
 
 def nobody_assigns_the_records_fields(file: SourceFile) -> Iterator[str]:
@@ -203,7 +204,7 @@ LAWS: tuple[Law, ...] = (
     planners_import_no_torch,
     nobody_above_asks_a_devices_name,
     page_arithmetic_stands_in_one_place,
-    one_file_reads_the_environment,
+    few_files_read_the_environment,
     nobody_assigns_the_records_fields,
     files_and_functions_have_one_job,
 )
@@ -271,9 +272,9 @@ BAD: list[tuple[Law, str, str]] = [
     (page_arithmetic_stands_in_one_place, "engine/a.py", "x = math.ceil(n / page_size)"),
     (page_arithmetic_stands_in_one_place, "engine/a.py", "n //= page_size"),
     (page_arithmetic_stands_in_one_place, "engine/a.py", "x = np.divmod(n, page_size)"),
-    (one_file_reads_the_environment, "devices/a.py", "x = os.environ['HOME']"),
-    (one_file_reads_the_environment, "engine/a.py", "x = os.getenv('HOME')"),
-    (one_file_reads_the_environment, "mem_cache/a.py", "from os import environ"),
+    (few_files_read_the_environment, "devices/a.py", "x = os.environ['HOME']"),
+    (few_files_read_the_environment, "engine/a.py", "x = os.getenv('HOME')"),
+    (few_files_read_the_environment, "mem_cache/a.py", "from os import environ"),
     (nobody_assigns_the_records_fields, "mem_cache/allocation.py", "record._committed = 3"),
     (nobody_assigns_the_records_fields, "engine/a.py", "request.kv._allocated += 16"),
     (nobody_assigns_the_records_fields, "session/a.py", "slot.record._row, x = None, 1"),
@@ -315,8 +316,8 @@ GOOD: list[tuple[Law, str, str]] = [
         "engine/a.py",
         "x = page_size // 2\ny = n // block\nz = 'page %s' % page_size",
     ),
-    (one_file_reads_the_environment, "engine/config.py", "x = os.environ['HOME']"),
-    (one_file_reads_the_environment, "engine/a.py", "x = request.environ\ny = os.path"),
+    (few_files_read_the_environment, "engine/config.py", "x = os.environ['HOME']"),
+    (few_files_read_the_environment, "engine/a.py", "x = request.environ\ny = os.path"),
     (nobody_assigns_the_records_fields, "mem_cache/kv_info.py", "record._committed = 3"),
     (nobody_assigns_the_records_fields, "engine/a.py", "self._row = 3\nx = record._committed"),
     (files_and_functions_have_one_job, "engine/a.py", "x = 1\n" * 500),

@@ -1,0 +1,103 @@
+"""An Ascend NPU as a device: memory, KV layout and capabilities. It resumes at page borders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from devices.base import AttentionBackend, CapturedGraph, KernelChoice, KvLayer, MemoryInfo, Operators
+from devices.npu.arguments.attention import MASK_SIZE, AttentionShape
+from devices.npu.arguments.contract import INT32_MAX
+from devices.npu.attention import NpuAttention
+from devices.npu.chips import npu_capabilities
+from devices.npu.graphs import capture
+from devices.npu.operators import NpuOperators
+from devices.npu.probe import Found
+from devices.torch_forms.operators import TorchOperators
+
+TRANSFER_ALIGNMENT = 2 << 20
+"""Bytes: transfer libraries register memory in pieces of 2 MiB."""
+
+EMULATED_BUCKETS = (1, 2, 4, 8)
+"""The emulator gains nothing from a graph; it has a few, so that what runs on hardware runs here."""
+
+
+class NpuDevice:
+    """KV of a layer is `[pages, page_size, num_kv_heads, head_dim]`, keys and values apart: the form that the write of
+    new tokens wants, and that attention reads without a copy."""
+
+    def __init__(self, name: str, found: Found, kernels: KernelChoice = "auto") -> None:
+        self.name = name
+        self._npu, self._runtime = found.operators, found.runtime
+        self.torch_device = torch.device("npu", self._runtime.current_device())
+        self._triangle: torch.Tensor | None = None
+        self._graph_pool: Any = None
+        total = self.memory().total_bytes
+        self.capabilities = npu_capabilities(total, graph_buckets=EMULATED_BUCKETS if found.is_emulated else None)
+        self.operators: Operators = NpuOperators(self._npu) if kernels == "auto" else TorchOperators()
+        self.description = ", ".join(self._about(found, kernels))
+
+    def _about(self, found: Found, kernels: KernelChoice) -> list[str]:
+        about = [f"{found.name} ({found.chip.family})", found.versions, f"page {self.capabilities.default_page_size}"]
+        about.append("resumes at the page")
+        if kernels == "torch":
+            about.append("operators: plain torch, as asked")
+        if not found.chip.is_documented:
+            about.append("the operators' documentation does not name this chip")
+        if found.is_emulated:
+            about.insert(0, "emulated on the CPU")
+        return about
+
+    def memory(self) -> MemoryInfo:
+        free, total = self._runtime.mem_get_info()
+        return MemoryInfo(total, free)
+
+    def kv_layer(
+        self, index: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> KvLayer:
+        """Raises ValueError: more elements than attention can address."""
+        shape = (num_pages, page_size, num_kv_heads, head_dim)
+        if math.prod(shape) > INT32_MAX:
+            most = INT32_MAX // math.prod(shape[1:]) * page_size
+            raise ValueError(
+                f"a layer's keys may have 2**31 - 1 elements on an NPU and {num_pages} pages have {math.prod(shape)}; "
+                f"use --max-total-tokens {most - page_size}"
+            )
+        return KvLayer(self._aligned_zeros(shape, dtype), self._aligned_zeros(shape, dtype), index)
+
+    def _aligned_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeros that begin at a multiple of `TRANSFER_ALIGNMENT`."""
+        size = math.prod(shape) * dtype.itemsize
+        memory = torch.zeros(size + TRANSFER_ALIGNMENT, dtype=torch.int8, device=self.torch_device)
+        start = -memory.data_ptr() % TRANSFER_ALIGNMENT
+        return memory[start : start + size].view(dtype).view(shape)
+
+    def attention(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None
+    ) -> AttentionBackend:
+        """Raises ContractViolation: heads that the operator does not take."""
+        shape = AttentionShape(num_heads, num_kv_heads, head_dim)
+        return NpuAttention(self._npu, self.torch_device, shape, self._causal_triangle, window)
+
+    def _causal_triangle(self) -> torch.Tensor:
+        if self._triangle is None:
+            ones = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=self.torch_device)
+            self._triangle = torch.triu(ones, diagonal=1)
+        return self._triangle
+
+    def copy_page(self, layers: Sequence[KvLayer], source: int, target: int) -> None:
+        for layer in layers:
+            layer.k[target].copy_(layer.k[source])
+            layer.v[target].copy_(layer.v[source])
+
+    def capture(self, run: Callable[[], None], backends: Sequence[AttentionBackend], num_rows: int) -> CapturedGraph:
+        own = [backend for backend in backends if isinstance(backend, NpuAttention)]
+        if self._graph_pool is None:
+            self._graph_pool = self._runtime.graph_pool_handle()
+        return capture(self._runtime, run, own, num_rows, self._graph_pool)
+
+    def synchronize(self) -> None:
+        self._runtime.synchronize()
