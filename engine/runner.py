@@ -107,7 +107,8 @@ class ModelRunner:
         ends = hidden[len(hidden) - len(step.rows) :]
         logits = self._logits(ends if step.is_sampled.all() else ends[self._places(step.is_sampled)])
         choices = logits if step.edits is None else edited(logits, step.edits)
-        sampled = sample(choices if step.allowed is None else masked(choices, step.allowed), step.sampling)
+        choices = choices if step.allowed is None else masked(choices, step.allowed)
+        sampled = sample(choices, step.sampling, self._device.sampler)
         scores = None if step.scores is None else self._scores(step.scores, hidden, logits, sampled.token_ids)
         # A chunk without logits is judged by its last hidden state: attention carries a NaN of its KV there.
         parts = torch.isfinite(ends).all(dim=-1), sampled.is_finite, sampled.token_ids
@@ -138,10 +139,12 @@ class ModelRunner:
         for first in range(0, num_prompt, SCORE_BLOCK):
             last = min(first + SCORE_BLOCK, num_prompt)
             extra = _extras(wanted, first, last, hidden.device)
-            parts.append(score(self._logits(hidden[first:last]), targets[first:last], wanted.top_n, *extra))
+            parts.append(
+                score(self._logits(hidden[first:last]), targets[first:last], wanted.top_n, *extra, self._device.sampler)
+            )
         rows = torch.from_numpy(wanted.sampled_row.astype(np.int64)).to(hidden.device)
         extra = _extras(wanted, num_prompt, num_prompt + len(rows), hidden.device)
-        return joined([*parts, score(logits[rows], token_ids[rows], wanted.top_n, *extra)])
+        return joined([*parts, score(logits[rows], token_ids[rows], wanted.top_n, *extra, self._device.sampler)])
 
     def _places(self, is_wanted: npt.NDArray[np.bool_]) -> torch.Tensor:
         """Indices of what a mask keeps, on the device: a mask there would have to be counted first."""

@@ -60,6 +60,7 @@ class CpuDevice:
         self.operators: Operators = (
             TorchOperators() if self._library is None else KernelOperators(self._library, fast_bf16)
         )
+        self.sampler = None
         self.description = (
             f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, prefers {dtypes[0]}, "
             f"page {self.capabilities.default_page_size}, resumes at the token, {reason}"

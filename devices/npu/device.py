@@ -37,6 +37,7 @@ class NpuDevice:
         self._graph_pool: Any = None
         total = self.memory().total_bytes
         self.capabilities = npu_capabilities(total, graph_buckets=EMULATED_BUCKETS if found.is_emulated else None)
+        self.sampler = None
         self.operators: Operators = NpuOperators(self._npu) if kernels == "auto" else TorchOperators()
         self.description = ", ".join(self._about(found, kernels))
 
