@@ -1,7 +1,7 @@
 """A CUDA GPU as a device: memory, KV layout, capabilities and graphs. It resumes at the token.
 
-KV of a layer is `[pages, num_kv_heads, page_size, head_dim]` (`devices.cuda.kernels.decode` says why), which is what the
-torch forms read too. Steps are launched on the current stream, so what is asked later happens later.
+KV of a layer is `[pages, num_kv_heads, page_size, head_dim]` (`devices.cuda.kernels.decode` says why), which is what
+the torch forms read too. Steps are launched on the current stream, so what is asked later happens later.
 """
 
 from __future__ import annotations

@@ -57,14 +57,16 @@ def refusal(machine: Machine, kernels: KernelChoice) -> str | None:
             f"torch {machine.torch} is built for CUDA {machine.torch_cuda} but finds no usable GPU or driver; "
             "see nvidia-smi, or use --device cpu"
         )
-    if kernels == "torch":
-        return None
+    return None if kernels == "torch" else _kernels_refusal(machine)
+
+
+def _kernels_refusal(machine: Machine) -> str | None:
     if machine.capability < LEAST_CAPABILITY:
         have, least = (".".join(map(str, numbers)) for numbers in (machine.capability, LEAST_CAPABILITY))
         return f"{machine.gpu} has compute capability {have}, the kernels need {least} (Ampere) or newer; {TORCH_FORMS}"
     first, last = (".".join(map(str, numbers)) for numbers in TRITON_VERSIONS)
     if machine.triton is None:
-        return f"triton is not installed; pip install 'triton>={first},<={last}.*', or {TORCH_FORMS}"
+        return f"triton is not installed; pip install 'rung[cuda]', or {TORCH_FORMS}"
     if not TRITON_VERSIONS[0] <= _release(machine.triton) <= TRITON_VERSIONS[1]:
         return f"triton {machine.triton} is untested: the kernels are judged with {first} to {last}; {TORCH_FORMS}"
     return None

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from kernels.meter import Meter
+
 from devices.cpu.forms import attention as torch_form
 from devices.cuda.arguments import BadKernelArgument
 from devices.cuda.kernels import decode as kernel
-from kernels.meter import Meter
 
 from .paged import DTYPES, Paged, assert_close, int32
 
