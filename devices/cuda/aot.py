@@ -56,6 +56,7 @@ class KernelCase:
         narrow_allowed: number of narrower instructions, which move scalars (page ids, lengths) and no tiles.
         wgmma: whether the Hopper tensor-core instruction must be there on sm_90.
         buffers: K and V tiles that must be in flight at once.
+        ctas_per_sm: programs that the launcher counts on.
         floor, target: the time no machine can beat, as a formula of `docs/devices.md`, and the share of it to reach.
     """
 
@@ -70,6 +71,7 @@ class KernelCase:
     narrow_allowed: int = 0
     wgmma: bool = False
     buffers: int = 0
+    ctas_per_sm: int = 0
     floor: str
     target: str
 
@@ -193,6 +195,10 @@ def offences(case: KernelCase, arch: int, binary: Binary) -> list[str]:
         found.append("no wgmma")
     if case.buffers and sum(number >= case.buffers for number in binary.buffers) < 2:
         found.append(f"K and V have {binary.buffers} buffers, {case.buffers} were declared")
+    if binary.ctas_per_sm < case.ctas_per_sm:
+        found.append(
+            f"{binary.ctas_per_sm} programs fit on a multiprocessor, the launcher counts on {case.ctas_per_sm}"
+        )
     return found
 
 

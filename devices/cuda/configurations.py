@@ -31,8 +31,8 @@ class Tiles:
     """How a kernel cuts its work: rows and keys of a tile, threads (32 a warp), loads in flight.
 
     Attributes:
-        num_stages: depth of the software pipeline; one stage goes to the page id.
-        ctas_per_sm: programs that fit on a multiprocessor, from budgets.json.
+        num_stages: depth of the software pipeline; the tiles of keys that are in flight are one fewer.
+        ctas_per_sm: programs that fit on a multiprocessor at once.
     """
 
     block_m: int
@@ -42,13 +42,17 @@ class Tiles:
     ctas_per_sm: int = 1
 
 
-# By (head_dim up to, bytes of an element of KV up to): keys in a tile, warps, stages, programs on a multiprocessor.
-_DECODE: tuple[tuple[int, int, Tiles], ...] = (
-    (64, 2, Tiles(16, 64, 4, 3, 8)),
-    (128, 2, Tiles(16, 64, 4, 3, 5)),
-    (256, 2, Tiles(16, 32, 4, 3, 4)),
-    (128, 4, Tiles(16, 32, 4, 2, 4)),
-    (256, 4, Tiles(16, 16, 4, 2, 3)),
+# By (least compute capability, head_dim up to, bytes of an element of KV up to); the first that fits.
+_DECODE: tuple[tuple[int, int, int, Tiles], ...] = (
+    (90, 64, 2, Tiles(16, 64, 4, 3, 6)),
+    (90, 128, 1, Tiles(16, 64, 4, 3, 4)),
+    (90, 128, 2, Tiles(16, 64, 4, 3, 3)),
+    (90, 256, 2, Tiles(16, 32, 4, 3, 3)),
+    (80, 64, 2, Tiles(16, 64, 4, 3, 4)),
+    (80, 128, 2, Tiles(16, 64, 4, 3, 2)),
+    (80, 256, 2, Tiles(16, 32, 4, 3, 2)),
+    (80, 128, 4, Tiles(16, 32, 4, 2, 2)),
+    (80, 256, 4, Tiles(16, 16, 4, 2, 2)),
 )
 
 
@@ -57,18 +61,21 @@ _EXTEND: tuple[tuple[int, int, int, Tiles], ...] = (
     (90, 64, 2, Tiles(128, 64, 4, 3, 2)),
     (90, 128, 2, Tiles(128, 64, 8, 3, 1)),
     (90, 256, 2, Tiles(64, 64, 8, 2, 1)),
-    (80, 64, 2, Tiles(64, 64, 4, 2, 2)),
+    (80, 64, 2, Tiles(64, 64, 4, 3, 3)),
     (80, 128, 2, Tiles(128, 64, 8, 3, 1)),
-    (80, 256, 2, Tiles(32, 32, 4, 2, 2)),
+    (80, 256, 2, Tiles(64, 32, 8, 3, 1)),
     (80, 128, 4, Tiles(32, 32, 4, 1, 1)),
     (80, 256, 4, Tiles(16, 16, 4, 1, 1)),
 )
 
 
-# By bytes of an element up to: heads in a tile, keys in a tile, warps, stages.
-_LATENT: tuple[tuple[int, Tiles], ...] = (
-    (2, Tiles(16, 32, 4, 3, 2)),
-    (4, Tiles(16, 16, 4, 1, 1)),
+# By (least compute capability, least heads, bytes of an element up to); the first that fits. From 64 heads on the
+# products are what takes time, and wgmma multiplies 64 rows.
+_LATENT: tuple[tuple[int, int, int, Tiles], ...] = (
+    (90, 64, 2, Tiles(64, 32, 8, 3, 1)),
+    (80, 64, 2, Tiles(32, 32, 8, 3, 1)),
+    (80, 1, 2, Tiles(16, 32, 4, 3, 1)),
+    (80, 1, 4, Tiles(16, 16, 4, 1, 1)),
 )
 
 
@@ -86,9 +93,10 @@ def architecture(tensor: torch.Tensor) -> int:
 def decode_tiles(arch: int, shape: AttentionShape, max_queries: int) -> Tiles:
     """For the split kernel; query heads of a group and new tokens of a request are the rows of one tile."""
     rows = max_queries * shape.group
-    block_m = min(64, max(16, 1 << (rows - 1).bit_length()))
-    for dim, itemsize, tiles in _DECODE:
-        if shape.dim <= dim and shape.kv_dtype.itemsize <= itemsize:
+    most = 64 if shape.dim <= 128 else 32
+    block_m = min(most, max(16, 1 << (rows - 1).bit_length()))
+    for least, dim, itemsize, tiles in _DECODE:
+        if arch >= least and shape.dim <= dim and shape.kv_dtype.itemsize <= itemsize:
             block_n = min(tiles.block_n, shape.page_size)
             return Tiles(block_m, block_n, tiles.num_warps, tiles.num_stages, tiles.ctas_per_sm)
     raise AssertionError(f"arguments.py lets head_dim={shape.dim} pass, the table for sm_{arch} has no line for it")
@@ -106,8 +114,8 @@ def extend_tiles(arch: int, shape: AttentionShape, itemsize: int) -> Tiles:
 
 def latent_tiles(arch: int, shape: LatentShape, itemsize: int) -> Tiles:
     """For latent decode; `itemsize`: bytes of an element of queries and latents."""
-    for size, tiles in _LATENT:
-        if itemsize <= size:
+    for least, heads, size, tiles in _LATENT:
+        if arch >= least and shape.num_heads >= heads and itemsize <= size:
             return Tiles(tiles.block_m, min(tiles.block_n, shape.page_size), tiles.num_warps, tiles.num_stages)
     raise AssertionError(f"the table for sm_{arch} has no line for elements of {itemsize} bytes")
 

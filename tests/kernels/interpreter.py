@@ -103,4 +103,24 @@ def install() -> None:
         setattr(builder, name, _cast(getattr(builder, name)))
     for operations in (interpreter.ReduceOps, interpreter.ScanOps):
         operations.apply_impl = _reduce_in_float32(operations.apply_impl)
+    _prepare_functions_once_for_a_launch()
     builder.computes_low_floats = True
+
+
+def _prepare_functions_once_for_a_launch() -> None:
+    """A call of one jitted function by another patches Triton's whole language each time, which takes milliseconds."""
+    prepared: set[Any] = set()
+    launch = interpreter.GridExecutor.__call__
+
+    def start(self: Any, *arguments: Any, **named: Any) -> Any:
+        prepared.clear()
+        return launch(self, *arguments, **named)
+
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        if self.fn not in prepared:
+            interpreter._patch_lang(self.fn)
+            prepared.add(self.fn)
+        return self.rewrite()(*arguments, **named)
+
+    interpreter.GridExecutor.__call__ = start
+    interpreter.InterpretedFunction.__call__ = call

@@ -114,7 +114,8 @@ def attend(
     """Causal attention of the last tokens of a request over all of it, fp32.
 
     Args:
-        q: [new, num_heads, dim]; keys: fp32 [tokens, num_kv_heads, dim]; values: fp32 [tokens, num_kv_heads, value_dim].
+        q: [new, num_heads, dim].
+        keys, values: fp32 [tokens, num_kv_heads, dim]; the numbers of a value may be fewer.
     """
     num_new, num_heads, _ = q.shape
     num_tokens, num_kv_heads, _ = keys.shape
@@ -125,7 +126,7 @@ def attend(
         hidden |= key <= position - window
         first = max(0, num_tokens - num_new - window + 1)  # what no query sees may hold anything, NaN included
         keys, values, hidden = keys[first:], values[first:], hidden[:, first:]
-    grouped = q.float().unflatten(1, (num_kv_heads, num_heads // num_kv_heads))
+    grouped = q.float().reshape(num_new, num_kv_heads, num_heads // num_kv_heads, -1)
     scores = torch.einsum("qhgd,khd->hgqk", grouped, keys) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)

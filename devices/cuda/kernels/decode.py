@@ -2,14 +2,14 @@
 
 One program serves one KV head of one request over one span of its keys: the query heads that share the KV head, times
 the request's new tokens, are the rows of its products, so that a tile of keys is read once for all of them. With one
-span the program writes the result; with more it writes a partial result with its log-sum-exp, and `merge_kernel` joins
-them. Spans either share a row evenly, which fills the GPU, or have a fixed size: then the order in which a row is summed
-depends on its own length alone, and a row gets the same bits in any batch.
+span the program writes the result; with more it writes a partial result with its log-sum-exp, and `merge_kernel`
+joins them. Spans either share a row evenly, which fills the GPU, or have a fixed size: then the order in which a row
+is summed depends on its own length alone, and a row gets the same bits in any batch.
 
-KV of a layer is `[pages, num_kv_heads, page_size, head_dim]`: a head's page is one contiguous piece of memory. So a tile
-is one run of whole cache lines (64 tokens of 128 bf16 numbers: 16 KiB) found by one scalar page id, neighbouring tiles
-of a page follow each other in DRAM, and a new token costs one store of `head_dim` numbers for each head, at least a full
-128-byte line from 64 bf16 numbers on. It is the layout of the CPU device too, so that the torch forms read the same KV.
+KV of a layer is `[pages, num_kv_heads, page_size, head_dim]`: a head's page is one contiguous piece of memory. So a
+tile is one run of whole cache lines (64 tokens of 128 bf16 numbers: 16 KiB) found by one scalar page id, neighbouring
+tiles of a page follow each other in DRAM, and a new token costs one store of `head_dim` numbers for each head, whole
+128-byte lines from 64 bf16 numbers on. It is the layout of the CPU device too, so the torch forms read the same KV.
 
 Keys that a mask hides are not read: they may hold anything, NaN of a failed request included.
 """

@@ -163,6 +163,7 @@ def plan_tiles(
 
     Args:
         query_lens, seq_lens: int32 [batch], host; requests: those to serve.
+        tile_queries: `block_m // group` of `devices.cuda.configurations.extend_tiles`.
     Returns:
         int32 [2, tiles]: the request of each tile, and its first token counted from the request's first new one.
     """

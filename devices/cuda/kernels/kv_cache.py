@@ -137,7 +137,7 @@ def copy_pages(k_pages: torch.Tensor, v_pages: torch.Tensor, sources: torch.Tens
 
     Args:
         k_pages, v_pages: [pages, ...], contiguous, changed in place.
-        sources, targets: int32 [pairs]; a target is nobody's source and stands once, for the pairs run at the same time.
+        sources, targets: int32 [pairs]; pairs run at the same time: a target stands once and is nobody's source.
     """
     check_int32(sources, targets)
     check_shape("targets", targets, len(sources))

@@ -30,7 +30,7 @@ def online_softmax(scores, largest, total):
 
 @triton.jit
 def load_tile(tokens, token, dim, is_token, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of the contiguous `[tokens, DIM]` at `tokens`, as [token, BLOCK_DIM]; what is masked is zero and not read."""
+    """Rows of the contiguous [tokens, DIM], as [token, BLOCK_DIM]; what is masked is zero and is not read."""
     at = tokens + token[:, None] * DIM + dim[None, :]
     if MASKED and BLOCK_DIM > DIM:
         tile = tl.load(at, mask=is_token[:, None] & (dim < DIM)[None, :], other=0.0)
