@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from device.test_attention import Requests
-from interpreted_gpu import InterpretedRuntime, install
+from interpreted_gpu import InterpretedRuntime
 
 from devices.base import AttentionMetadata
 from devices.cuda.arguments import BadKernelArgument
 from devices.cuda.attention import TritonAttention, Work
 from devices.cuda.device import CudaDevice, TooManySlots
-from devices.doctor import _diagnose
+from devices.doctor import TOLERANCES, _self_test_error
 from devices.page_pool import PADDING_PAGE
 
 HEAD_DIM = 16
@@ -124,9 +124,5 @@ def test_limits_are_named_with_the_way_out(device: CudaDevice) -> None:
     CudaDevice(InterpretedRuntime(), "torch").attention(4, 2, 24)
 
 
-def test_the_doctors_self_test_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
-    row = _diagnose("cuda")
-    assert row.opens
-    assert row.self_test == "PASS", row
-    assert "pages 16,32,64,128" in row.text
+def test_the_doctors_self_test_passes(device: CudaDevice) -> None:
+    assert _self_test_error(device, 128, torch.float32) < TOLERANCES[torch.float32]
