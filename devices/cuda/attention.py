@@ -19,6 +19,9 @@ from devices.cuda.configurations import architecture, balanced_splits, decode_ti
 from devices.cuda.upload import Uploaded, Uploader
 from devices.pages import IntArray
 
+Heads = tuple[int, int, int]
+"""Query heads, KV heads, and their size."""
+
 DECODE_DTYPE = torch.bfloat16
 """Whose tiles decide how many programs fit on a multiprocessor; an estimate for other dtypes."""
 
@@ -128,8 +131,7 @@ class TritonAttention:
     def _extend(self, plan: _Plan, q: torch.Tensor, layer: KvLayer, out: torch.Tensor) -> None:
         from devices.cuda.kernels.extend import extend_attention, plan_tiles
 
-        shape = self._shape(plan.step.page_size, layer.k.dtype)
-        tile_queries = extend_tiles(architecture(q), shape, q.element_size()).block_m // shape.group
+        tile_queries = self.tile_queries((self._num_heads, self._num_kv_heads, self._head_dim), plan.step.page_size, q)
         if tile_queries not in self._tiles:
             step = plan.step
             tiles = plan_tiles(step.query_lens, step.seq_lens, plan.work.long, tile_queries)
@@ -144,13 +146,26 @@ class TritonAttention:
     def _num_splits(self, step: AttentionMetadata, work: Work, seq_lens: IntArray) -> int:
         if not len(work.short):
             return 1
-        shape = self._shape(step.page_size, DECODE_DTYPE)
-        tiles = decode_tiles(90, shape, work.max_queries)
-        row_tiles = -(-work.max_queries * shape.group // tiles.block_m)
         lengths = seq_lens[work.short] if self._window is None else np.minimum(seq_lens[work.short], self._window)
-        return balanced_splits(lengths, self._num_kv_heads * row_tiles, self._num_sms, tiles.ctas_per_sm)
+        heads = (self._num_heads, self._num_kv_heads, self._head_dim)
+        return self.splits(heads, step.page_size, lengths, work.max_queries, self._num_sms)
 
-    def _shape(self, page_size: int, kv_dtype: torch.dtype) -> AttentionShape:
-        block_dim = 1 << (self._head_dim - 1).bit_length()
-        group = self._num_heads // self._num_kv_heads
-        return AttentionShape(self._num_kv_heads, group, self._head_dim, block_dim, page_size, kv_dtype)
+    @staticmethod
+    def splits(heads: Heads, page_size: int, lengths: IntArray, max_queries: int, num_sms: int) -> int:
+        """Programs along the keys of rows of these lengths, with up to `max_queries` new tokens."""
+        shape = _shape(heads, page_size)
+        tiles = decode_tiles(90, shape, max_queries)
+        row_tiles = -(-max_queries * shape.group // tiles.block_m)
+        return balanced_splits(lengths, shape.num_kv_heads * row_tiles, num_sms, tiles.ctas_per_sm)
+
+    @staticmethod
+    def tile_queries(heads: Heads, page_size: int, q: torch.Tensor) -> int:
+        """New tokens in a tile of the extend kernel."""
+        shape = _shape(heads, page_size)
+        return extend_tiles(architecture(q), shape, q.element_size()).block_m // shape.group
+
+
+def _shape(heads: Heads, page_size: int) -> AttentionShape:
+    num_heads, num_kv_heads, head_dim = heads
+    block_dim = 1 << (head_dim - 1).bit_length()
+    return AttentionShape(num_kv_heads, num_heads // num_kv_heads, head_dim, block_dim, page_size, DECODE_DTYPE)
