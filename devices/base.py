@@ -249,7 +249,11 @@ class Device(Protocol):
     def kv_layer(
         self, index: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> KvLayer:
-        """Zeroed KV of one layer for `num_pages` pages (the padding page included) in the device's layout."""
+        """Zeroed KV of one layer for `num_pages` pages (the padding page included) in the device's layout.
+
+        Raises:
+            ValueError: more than its attention can address; the text says how many tokens are not.
+        """
         ...
 
     def attention(
@@ -259,6 +263,8 @@ class Device(Protocol):
 
         Args:
             window: a token attends to itself and the `window - 1` tokens before it; None attends to all.
+        Raises:
+            ValueError: heads that it cannot compute.
         """
         ...
 
@@ -275,6 +281,14 @@ class Device(Protocol):
             backends: those that `run` uses; each has planned that step, with the widest page tables there will be.
         Raises:
             GraphsUnsupported.
+        """
+        ...
+
+    def download(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to copy `results` to the host, behind what was launched before.
+
+        Returns:
+            Waits for that copy, and for nothing launched later; gives a tensor on the host.
         """
         ...
 

@@ -29,7 +29,7 @@ from engine.weights.gguf import GgufSource
 from engine.weights.source import WeightSource, open_source
 from mem_cache.allocation import KvAllocator
 from mem_cache.kv_info import RowGeometry
-from mem_cache.pools import attention_kv
+from mem_cache.pools import AttentionKv, attention_kv
 from mem_cache.rows import RowPool
 from mem_cache.sizing import DoesNotFit, PoolSize, attention_token_bytes, size_pools
 from mem_cache.tree.components import FullPages
@@ -91,15 +91,7 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
 
     events = KvEventLog() if config.cache.enable_kv_cache_events else None
     allocator = _allocator(config, pool, page_size, events)
-    kv = attention_kv(
-        device,
-        num_layers=model_config.num_layers,
-        num_pages=pool.num_pages,
-        page_size=page_size,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        dtype=kv_dtype,
-    )
+    kv = _kv(device, model_config, pool, page_size, kv_dtype)
     scheduler = Scheduler(
         allocator,
         capabilities,
@@ -120,6 +112,7 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
         log_interval=config.schedule.decode_log_interval,
         session_limits=SessionLimits(config.session.max_sessions, config.session.max_session_tokens),
         grammars=GrammarCompiler(lambda: _vocabulary(tokenizer, core)),
+        overlap=not config.schedule.disable_overlap_schedule,
     )
     _announce(capabilities, pool, page_size, context_len, config)
     return Assembly(core, tokenizer, config, model_config, device, pool, events)
@@ -218,6 +211,21 @@ def _check_attention(model_config: ModelConfig, device: Device) -> None:
             f"{model_config.architecture} has layers with a sliding window of {windows[0]} tokens and device "
             f"{device.name!r} computes only: {', '.join(sorted(device.capabilities.masks))}; use --device cpu"
         )
+
+
+def _kv(device: Device, model: ModelConfig, pool: PoolSize, page_size: int, dtype: torch.dtype) -> AttentionKv:
+    try:
+        return attention_kv(
+            device,
+            num_layers=model.num_layers,
+            num_pages=pool.num_pages,
+            page_size=page_size,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=dtype,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _graph_sizes(config: EngineConfig, capabilities: Capabilities, model: Decoder, pool: PoolSize) -> tuple[int, ...]:

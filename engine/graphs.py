@@ -30,7 +30,8 @@ class StepColumns:
     """A step on the host, before anything of it is on the device.
 
     Attributes:
-        token_ids, positions: int32 [tokens].
+        token_ids: int32 [tokens]; below 0 a reference to a token of the step before (`engine.step.refer`).
+        positions: int32 [tokens].
         query_lens, seq_lens: int32 [batch], see `AttentionMetadata`.
         tables: page ids, int32 [batch, pages].
         slots: int64 [tokens].
@@ -47,6 +48,11 @@ class StepColumns:
         tables = torch.from_numpy(self.tables).to(device)
         return AttentionMetadata(self.query_lens, self.seq_lens, tables, self.slots, page_size)
 
+    def tokens_on(self, device: torch.device, sampled: torch.Tensor) -> torch.Tensor:
+        """The token ids on the device, int64 [tokens]; `sampled`: what the step before sampled, int64."""
+        token_ids = torch.from_numpy(self.token_ids.astype(np.int64)).to(device)
+        return resolved(token_ids, sampled) if self.token_ids.min() < 0 else token_ids
+
     def padded(self, size: int) -> StepColumns:
         """With rows of padding up to `size`; each writes a slot of its own in the padding page."""
         num = size - len(self.query_lens)
@@ -59,6 +65,15 @@ class StepColumns:
             np.pad(self.tables, ((0, num), (0, 0)), constant_values=PADDING_PAGE),
             np.concatenate([self.slots, np.arange(num, dtype=np.int64)]),
         )
+
+
+def resolved(token_ids: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    """`token_ids` with each reference replaced by the token of the step before, on the device; int64 [tokens].
+
+    Args:
+        sampled: what that step sampled, int64 [at least 1].
+    """
+    return torch.where(token_ids < 0, sampled[(-1 - token_ids).clamp(0, len(sampled) - 1)], token_ids)
 
 
 def graph_sizes(capabilities: Capabilities, num_rows: int, num_layers: int) -> tuple[int, ...]:
@@ -116,8 +131,10 @@ class DecodeGraphs:
         self._graphs = captured[::-1]
         self._sizes = list(sizes)
 
-    def prepare(self, step: StepColumns) -> Callable[[], torch.Tensor] | None:
+    def prepare(self, step: StepColumns, sampled: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """What computes the step's hidden states, [batch, hidden_size]; None when it has to run eagerly.
+
+        `sampled`: what the step before sampled, int64, on the device.
 
         The result is the graph's own tensor: it holds until the next replay.
         """
@@ -131,7 +148,7 @@ class DecodeGraphs:
             self.counts["eager_too_much_padding"] += 1
         else:
             self.counts["replayed"] += 1
-            return self._graphs[place].prepare(step)
+            return self._graphs[place].prepare(step, sampled)
         return None
 
 
@@ -169,9 +186,9 @@ class _Graph:
         self._hidden = outputs[0]
 
     @torch.inference_mode()
-    def prepare(self, step: StepColumns) -> Callable[[], torch.Tensor]:
+    def prepare(self, step: StepColumns, sampled: torch.Tensor) -> Callable[[], torch.Tensor]:
         padded = step.padded(self._size)
-        self._token_ids.copy_(torch.from_numpy(padded.token_ids))
+        self._token_ids.copy_(padded.tokens_on(self._device, sampled))
         self._positions.copy_(torch.from_numpy(padded.positions))
         planned = self._plan(padded)
 

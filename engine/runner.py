@@ -7,8 +7,10 @@ tables, kept equal to the scheduler's by the changes that each step carries.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -43,12 +45,24 @@ class ForwardInputs:
     wanted: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A launched step; `is_sampled` its own, `results` waits for int32 [batch]: a token or 0, -1 if not finite."""
+
+    step_id: int
+    is_sampled: npt.NDArray[np.bool_]
+    results: Callable[[], torch.Tensor]
+    scores: Callable[[], Scores] | None
+    prepare_s: float
+    launch_s: float
+
+
 class ModelRunner:
     """One rank's executor.
 
     Attributes:
-        prepare_s, device_s: seconds that the last step spent on inputs (page tables, the attention's plan), and in the
-            model and the sampler.
+        prepare_s, device_s: seconds that the last collected step spent on inputs (page tables, the attention's plan),
+            and on launching model and sampler and waiting for their result.
     """
 
     def __init__(
@@ -77,6 +91,8 @@ class ModelRunner:
             for family in geometry.families
         }
         self.prepare_s = self.device_s = 0.0
+        self._running: deque[_Running] = deque()
+        self._sampled = torch.empty(0, dtype=torch.int64, device=device.torch_device)
         config = model.config
         by_window = {
             window: device.attention(config.num_heads, config.num_kv_heads, config.head_dim, window)
@@ -97,28 +113,52 @@ class ModelRunner:
         return {f"graph_steps_{name}": count for name, count in self._graphs.counts.items()}
 
     @torch.inference_mode()
-    def execute(self, step: StepInput) -> StepOutput:
-        """Run one step to its end."""
+    def launch(self, step: StepInput) -> None:
+        """Begin a step behind those that were launched before; nothing here waits for the device."""
         called = time.perf_counter()
         forward = self._prepare(step)
         started = time.perf_counter()
-        self.prepare_s = started - called
         hidden = forward()
+        to = hidden.device
         ends = hidden[len(hidden) - len(step.rows) :]
-        logits = self._logits(ends if step.is_sampled.all() else ends[self._places(step.is_sampled)])
+        where = None if step.is_sampled.all() else torch.from_numpy(np.flatnonzero(step.is_sampled)).to(to)
+        logits = self._logits(ends if where is None else ends[where])
         choices = logits if step.edits is None else edited(logits, step.edits)
         choices = choices if step.allowed is None else masked(choices, step.allowed)
         sampled = sample(choices, step.sampling, self._device.sampler)
-        scores = None if step.scores is None else self._scores(step.scores, hidden, logits, sampled.token_ids)
+        self._sampled = torch.where(sampled.is_finite, sampled.token_ids, 0)
         # A chunk without logits is judged by its last hidden state: attention carries a NaN of its KV there.
-        parts = torch.isfinite(ends).all(dim=-1), sampled.is_finite, sampled.token_ids
-        finite, sampled_finite, tokens = _read_back(*parts)
-        is_finite = finite != 0
-        is_finite[step.is_sampled] &= sampled_finite != 0
-        self.device_s = time.perf_counter() - started
+        results = torch.isfinite(ends).all(dim=-1).to(torch.int32) - 1
+        tokens = torch.where(sampled.is_finite, sampled.token_ids, -1).to(torch.int32)
+        if where is None:
+            results = torch.where(results < 0, results, tokens)
+        else:
+            results[where] = torch.where(results[where] < 0, results[where], tokens)
+        scores = None
+        if step.scores is not None:
+            scores = partial(self._scores, step.scores, hidden, logits, sampled.token_ids)
+        self._running.append(
+            _Running(
+                step.step_id,
+                step.is_sampled,
+                self._device.download(results),
+                scores,
+                started - called,
+                time.perf_counter() - started,
+            )
+        )
+
+    @torch.inference_mode()
+    def collect(self) -> StepOutput:
+        """The result of the oldest launched step, waited for."""
+        started = time.perf_counter()
+        step = self._running.popleft()
+        results = step.results().numpy()
+        scores = None if step.scores is None else step.scores()
+        self.prepare_s, self.device_s = step.prepare_s, step.launch_s + time.perf_counter() - started
+        is_finite = results >= 0
         has_token = step.is_sampled & is_finite
-        new_tokens = tokens[is_finite[step.is_sampled]].astype(np.int32)
-        return StepOutput(step.step_id, has_token.astype(np.int32), new_tokens, is_finite, scores)
+        return StepOutput(step.step_id, has_token.astype(np.int32), results[has_token], is_finite, scores)
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
@@ -146,10 +186,6 @@ class ModelRunner:
         extra = _extras(wanted, num_prompt, num_prompt + len(rows), hidden.device)
         return joined([*parts, score(logits[rows], token_ids[rows], wanted.top_n, *extra, self._device.sampler)])
 
-    def _places(self, is_wanted: npt.NDArray[np.bool_]) -> torch.Tensor:
-        """Indices of what a mask keeps, on the device: a mask there would have to be counted first."""
-        return torch.from_numpy(np.flatnonzero(is_wanted)).to(self._device.torch_device)
-
     def _prepare(self, step: StepInput) -> Callable[[], torch.Tensor]:
         """Bring page tables up to date, plan attention, put the step's columns on the device.
 
@@ -169,7 +205,7 @@ class ModelRunner:
             tables=tables,
             slots=ragged_slots(tables, step.starts, step.num_new, self._page_size),
         )
-        replay = None if self._graphs is None else self._graphs.prepare(columns)
+        replay = None if self._graphs is None else self._graphs.prepare(columns, self._sampled)
         if replay is not None:
             return replay
         to = self._device.torch_device
@@ -180,7 +216,7 @@ class ModelRunner:
         if step.scores is not None:
             wanted = np.concatenate([step.scores.place, wanted])
         inputs = ForwardInputs(
-            torch.from_numpy(step.token_ids.astype(np.int64)).to(to),
+            columns.tokens_on(to, self._sampled),
             torch.from_numpy(columns.positions).to(to),
             torch.from_numpy(wanted).to(to),
         )
@@ -189,12 +225,6 @@ class ModelRunner:
     def _apply(self, changes: tuple[TableChange, ...]) -> None:
         for change in changes:
             self._tables[change.family][change.row, change.start : change.start + len(change.pages)] = change.pages
-
-
-def _read_back(*columns: torch.Tensor) -> list[npt.NDArray[np.int64]]:
-    """Columns on the host, int64, in one transfer: each would be a wait of its own."""
-    together = torch.cat([column.to(torch.int64) for column in columns]).cpu().numpy()
-    return np.split(together, np.cumsum([len(column) for column in columns])[:-1])
 
 
 def _extras(wanted: ScoreColumns, first: int, last: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

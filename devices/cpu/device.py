@@ -92,6 +92,9 @@ class CpuDevice:
     def capture(self, run: Callable[[], None], backends: Sequence[AttentionBackend], num_rows: int) -> CapturedGraph:
         raise GraphsUnsupported(self.name)
 
+    def download(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: results
+
     def synchronize(self) -> None:
         """CPU work is done when its call returns."""
 

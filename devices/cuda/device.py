@@ -136,5 +136,16 @@ class CudaDevice:
                 backend.freeze()
         return CudaGraph(self._runtime.record(run))
 
+    def download(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
+        host = self._runtime.host_buffer(-(-results.nbytes // 4)).view(results.dtype)[: results.numel()]
+        host.copy_(results.reshape(-1), non_blocking=True)
+        wait = self._runtime.mark()
+
+        def waited() -> torch.Tensor:
+            wait()
+            return host.view(results.shape)
+
+        return waited
+
     def synchronize(self) -> None:
         self._runtime.synchronize()

@@ -11,11 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from devices.base import KernelChoice
-    from devices.npu.device import NpuDevice
+    from devices.base import Device, KernelChoice
 
 
-def open_device(name: str, kernels: KernelChoice = "auto") -> NpuDevice:
+def open_device(name: str, kernels: KernelChoice = "auto") -> Device:
     """Raises DeviceUnavailable; `kernels` "torch" runs norms, gates and turns in plain torch."""
     from devices.npu.probe import find_emulated, find_npu
 

@@ -100,5 +100,18 @@ class NpuDevice:
             self._graph_pool = self._runtime.graph_pool_handle()
         return capture(self._runtime, run, own, num_rows, self._graph_pool)
 
+    def download(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Into pinned memory, for only such a copy lets the host go on."""
+        on_host = torch.empty(results.shape, dtype=results.dtype).pin_memory()
+        on_host.copy_(results, non_blocking=True)
+        done = self._runtime.Event()
+        done.record()
+
+        def wait() -> torch.Tensor:
+            done.synchronize()
+            return on_host
+
+        return wait
+
     def synchronize(self) -> None:
         self._runtime.synchronize()

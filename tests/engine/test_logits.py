@@ -78,14 +78,30 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+def for_device(device_name: str, architecture: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """A config for a device: on others than the CPU heads are a multiple of 16 wide."""
+    if device_name == "cpu":
+        return overrides
+    wide = overrides | ({"hidden_size": 96} if architecture == "qwen2" else {"head_dim": 16})
+    rope = wide.get("rope_parameters", {})
+    factors = {
+        name: [f for f in rope[name] for _ in range(2)] for name in ("short_factor", "long_factor") if name in rope
+    }
+    return wide | ({"rope_parameters": rope | factors} if rope else {})
+
+
 CONTEXT_LENGTHS = {"rope dynamic stretched": 200, "rope longrope short": 256}
 """Where a rope depends on the context and the one asked for is not the model's own."""
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("chunk", "kernels"), [(-1, "auto"), (7, "auto"), (20, "torch")])
-def test_tiny_logits_equal_transformers(tmp_path, name, chunk, kernels):
+def test_tiny_logits_equal_transformers(tmp_path, device_name, on_device, name, chunk, kernels):
     architecture, overrides = CONFIGS[name]
+    overrides = for_device(device_name, architecture, overrides)
     reference = save_tiny_model(tmp_path, architecture, seed=len(name), **overrides)
     prompt = np.random.default_rng(1).integers(3, 300, 75).tolist()
     context = CONTEXT_LENGTHS.get(name)

@@ -258,8 +258,8 @@ FAULTS = (
     Fault(
         "a step commits one token less",
         f"{SCHEDULER}._result_of",
-        "commit(request.kv.kv_scheduled_len)",
-        "commit(max(request.kv.kv_committed_len, request.kv.kv_scheduled_len - 1))",
+        "commit(chunk.end)",
+        "commit(max(request.kv.kv_committed_len, chunk.end - 1))",
         "abort",
     ),
     Fault(

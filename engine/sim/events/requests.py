@@ -216,7 +216,7 @@ class Disconnect:
             return "gone?"
         for index in sorted(t.index for t in world.tickets if t.key == ticket.key):
             Abort(ticket.key, index).apply(world)
-        world.marks["disconnect in flight"] += world.core.in_flight
+        world.marks["disconnect in flight"] += world.core.num_in_flight > 0
         return f"gone#{ticket.key}"
 
 
@@ -253,7 +253,7 @@ class NotFinite:
 
     def apply(self, world: World) -> str:
         ticket = world.running(self.place)
-        if ticket is None or not world.core.in_flight:
+        if ticket is None or world.core.num_in_flight == 0:
             return "nan?"
         world.runner.nan_row = ticket.request.kv.row
         ticket.is_nan_due = True

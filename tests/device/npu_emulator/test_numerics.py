@@ -132,6 +132,20 @@ def test_packed_rows_over_pages(npu: SimpleNamespace, mode: int, window: int | N
         start = end
 
 
+def test_packed_decode_rows_with_their_log_sums(npu: SimpleNamespace) -> None:
+    """Rows of one query and similar length, which are computed together, agree with each computed alone."""
+    call = calls.packed(actual_seq_qlen=[1, 2, 3], actual_seq_kvlen=[130, 140, 256], return_softmax_lse=True)
+    call["query"] = call["query"][:3].contiguous()
+    out, lse = npu.npu_fused_infer_attention_score_v2(**call)
+    assert (out.shape, lse.shape) == ((3, calls.HEADS, 128), (3, calls.HEADS, 1))
+    for row, length in enumerate((130, 140, 256)):
+        alone = call | {"query": call["query"][row : row + 1], "block_table": call["block_table"][row : row + 1]}
+        alone |= {"actual_seq_qlen": [1], "actual_seq_kvlen": [length]}
+        one, sums = npu.npu_fused_infer_attention_score_v2(**alone)
+        close(out[row], one.cpu()[0])
+        torch.testing.assert_close(lse.cpu()[row], sums.cpu()[0], atol=1e-4, rtol=1e-4)
+
+
 def test_packed_rows_without_pages(npu: SimpleNamespace) -> None:
     query, key, value = (calls.random(8, heads, 128, seed=seed) for seed, heads in ((1, 4), (2, 2), (3, 2)))
     out, _ = npu.npu_fused_infer_attention_score_v2(
@@ -164,7 +178,7 @@ def test_sparse_modes_without_pages(npu: SimpleNamespace, mode: int) -> None:
 def test_a_mask_of_the_callers_for_decode(npu: SimpleNamespace) -> None:
     hidden = torch.zeros(3, 256, dtype=torch.bool)
     hidden[:, 2:4] = True
-    call = calls.decode(atten_mask=calls.npu(hidden))
+    call = calls.decode(atten_mask=calls.npu(hidden[:, None, None]))
     out, _ = npu.npu_fused_infer_attention_score(**call)
     for row, length in enumerate(call["actual_seq_lengths_kv"]):
         k, v = (

@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from devices.npu.emulator.kernels.attention_rules import AttentionCall, check_attention
+from devices.npu.emulator.kernels.attention_rules import MASK_TRAP, AttentionCall, check_attention
 from devices.npu.emulator.kernels.layouts import Layout, from_bsnd, read_layout, split_heads, to_bsnd
 from devices.npu.emulator.rules import ContractViolation, strictness
-
-MASK_TRAP = 512
-"""Keys behind this position are not masked by a mask [1, 1, 1, S] in sparse mode 0 (vllm-ascend #15503)."""
 
 _NOT_EMULATED_V1 = (
     "pse_shift", "dequant_scale1", "quant_scale1", "dequant_scale2", "quant_scale2", "quant_offset2", "antiquant_scale",
@@ -213,7 +211,7 @@ class _Keys:
 
     def pages(self, cache: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Pages `ids` [rows, pages] of a cache, as [rows, tokens, kv_heads, dim]."""
-        found = cache[ids]
+        found = cache.index_select(0, ids.flatten()).view(*ids.shape, *cache.shape[1:])
         if self.head_major:
             return found.transpose(2, 3).flatten(1, 2)
         return split_heads(found.flatten(1, 2), self.call.num_kv_heads)
@@ -233,7 +231,7 @@ def _attend(
     q = _grouped(query[row.batch, span], call.num_kv_heads)
     k, v = keys.of(row)
     scores = torch.einsum("qhgd,khd->hgqk", q, k) * call.scale
-    masked = _masked(call, row, query.shape[1])
+    masked = _masked(call, row)
     if masked is not None:
         scores = scores.masked_fill(masked, -torch.inf)
     weights, sums = _softmax(scores, call.sink)
@@ -259,10 +257,10 @@ def _softmax(scores: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Ten
     return weights / total.masked_fill(total == 0, 1.0), sums
 
 
-def _masked(call: AttentionCall, row: Row, query_len: int) -> torch.Tensor | None:
+def _masked(call: AttentionCall, row: Row) -> torch.Tensor | None:
     """True where a query does not see a key, [queries, keys]; None when it sees all."""
     queries, keys = row.num_queries, row.num_keys
-    mode = call.effective_mode(query_len)
+    mode = call.effective_mode
     if mode in (0, 1):
         return _explicit(call, row)
     shift = 0 if mode == 2 else keys - queries
@@ -285,7 +283,7 @@ def _explicit(call: AttentionCall, row: Row) -> torch.Tensor | None:
     else:
         part = mask.view(mask.shape[-2], mask.shape[-1])
     part = part[: row.num_queries, : row.num_keys].bool()
-    if not strictness().masks and mask.dim() == 4 and mask.shape[:3] == (1, 1, 1) and mask.shape[3] > MASK_TRAP:
+    if not strictness().masks and mask.dim() == 4 and mask.shape[:3] == (1, 1, 1):
         part = part.clone()
         part[:, MASK_TRAP:] = False
     return part
@@ -295,10 +293,15 @@ def _decodes_together(call: AttentionCall, layout: Layout, rows: list[Row]) -> b
     """Whether all rows are one query over paged keys without a mask of their own, and padding them costs little."""
     if not call.paged or call.sink is not None or not all(row.num_queries == 1 for row in rows):
         return False
-    if call.mask is not None and call.effective_mode(1 if not layout.packed else 2) != 3:
+    if call.mask is not None and not (layout.packed and call.sparse_mode == 3):
         return False
     lens = [row.num_keys for row in rows]
     return len(rows) > 1 and min(lens) > 0 and max(lens) * len(lens) <= 2 * sum(lens)
+
+
+def _head_major(tokens: torch.Tensor) -> torch.Tensor:
+    """[rows, tokens, kv_heads, dim] as [rows, kv_heads, tokens, dim] in fp32, in memory of its own."""
+    return tokens.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
 
 
 def _decode(
@@ -306,20 +309,20 @@ def _decode(
 ) -> None:
     """Rows of one query each, padded to the longest; entries behind a row's pages are read as its first page."""
     assert call.block_table is not None
-    lens = torch.tensor([row.num_keys for row in rows])
-    pages = -(-int(lens.max()) // call.block_size)
+    lens = [row.num_keys for row in rows]
+    pages = -(-max(lens) // call.block_size)
+    used = -(-np.asarray(lens) // call.block_size)
     table = call.block_table[: len(rows), :pages].long()
-    unused = torch.arange(pages)[None] * call.block_size >= lens[:, None]
-    table = torch.where(unused, table[:, :1], table)
-    behind = torch.arange(pages * call.block_size)[None] >= lens[:, None]
-    # A score of a key behind the end is replaced, whatever it is; a value there, even times a weight of 0, may be NaN.
-    k = keys.pages(call.key, table).float()
-    v = keys.pages(call.value, table).masked_fill_(behind[:, :, None, None], 0.0).float()
+    table = torch.where(torch.from_numpy(np.arange(pages)[None] < used[:, None]), table, table[:, :1])
+    k, v = (_head_major(keys.pages(cache, table)) for cache in (call.key, call.value))
     q = _grouped(query.flatten(0, 1)[: len(rows)], call.num_kv_heads)
-    scores = torch.matmul(q, k.permute(0, 2, 3, 1)).mul_(call.scale)
-    scores.masked_fill_(behind[:, None, None], -torch.inf)
+    scores = torch.matmul(q, k.transpose(2, 3)).mul_(call.scale)
+    for row, length in enumerate(lens):
+        # Whatever lies behind the end: its score is replaced, its value too, for even a weight of 0 times NaN is NaN.
+        scores[row, ..., length:] = -torch.inf
+        v[row, :, length:] = 0.0
     weights, sums = _softmax(scores, None)
-    attended = torch.matmul(weights, v.transpose(1, 2)).flatten(1, 2).to(result.dtype)
+    attended = torch.matmul(weights, v).flatten(1, 2).to(result.dtype)
     result.flatten(0, 1)[: len(rows)] = attended
     # [rows, heads]: a packed layout has its rows along the tokens, another along the batch.
     packed = result.shape[0] == 1

@@ -17,6 +17,8 @@ from devices.npu.emulator.rules import DOCS, require, strictness
 
 MASK_SIZE = 2048
 MAX_INT32 = 2**31 - 1
+MASK_TRAP = 512
+"""Keys behind this position are not hidden by a mask [1, 1, 1, S] in sparse mode 0 (vllm-ascend #15503)."""
 TND_HEAD_SIZES = {(128, 128), (192, 128), (192, 192), (256, 256)}
 """(key, value) head sizes of the packed layouts; (256, 256) is what sglang's own tests use."""
 
@@ -53,9 +55,10 @@ class AttentionCall:
         axis = 2 if self.layout_name.startswith("BN") else 1
         return not self.layout_name.startswith(("T", "N")) and self.query.shape[axis] == 1
 
-    def effective_mode(self, query_len: int) -> int:
+    @property
+    def effective_mode(self) -> int:
         """The sparse mode that the operator uses: with one query a row the mode has no effect."""
-        return 0 if query_len == 1 and self.sparse_mode in (2, 3, 4) else self.sparse_mode
+        return 0 if self.query_len_is_one else self.sparse_mode
 
 
 def check_attention(call: AttentionCall, layout: Layout) -> None:
@@ -224,6 +227,9 @@ def _check_mask(call: AttentionCall, layout: Layout) -> None:
             "use a packed layout, or a mask in sparse_mode 0",
         )
         if mode in (2, 3, 4):
+            # The mode has no effect, so what is given is read as a mask of the caller's own.
+            if mask is not None:
+                _check_own_mask(call, layout, mask)
             return
     if mode in (2, 3, 4):
         _require(
@@ -266,19 +272,27 @@ def _check_own_mask(call: AttentionCall, layout: Layout, mask: torch.Tensor) -> 
         call, not layout.packed, "mask-size", f"{call.layout_name} in sparse_mode {call.sparse_mode} takes no mask"
     )
     require(
-        not (shape[:-1] == (1, 1, 1) and keys > 512),
+        not (shape[:-1] == (1, 1, 1) and max(call.kv_lens or [keys]) > MASK_TRAP),
         "mask-ignored",
         call.operator,
-        f"a mask [1, 1, 1, {keys}] is ignored past key 512 without a word; use [{batch}, {keys}] (vllm-ascend #15503)",
+        f"a mask [1, 1, 1, {keys}] hides nothing past key {MASK_TRAP}, without a word (vllm-ascend #15503); a packed "
+        "layout with sparse_mode 4 has windows",
     )
-    rows = {(1, tokens), (batch, 1, tokens), (1, 1, tokens), (batch,) if tokens == 1 else (tokens,)}
+    require(
+        len(shape) > 2 or tokens > 1,
+        "mask-rank",
+        call.operator,
+        f"a mask {shape} for one query a row is documented, and rejected with error 561002 (vllm-ascend #15503); use "
+        f"[{batch}, 1, 1, {keys}]",
+    )
+    rows = {(1, tokens), (batch, 1, tokens), (1, 1, tokens), (tokens,)}
     padded = len(shape) > 1 and shape[-2] >= tokens and shape[-2] - tokens < 32
     _require(
         call,
         shape[:-1] in rows or (padded and (*shape[:-2], tokens) in rows),
         "mask-size",
         f"atten_mask {shape}; with {batch} rows of {tokens} queries it is [1, Q_S, KV_S], [B, 1, Q_S, KV_S], "
-        "[1, 1, Q_S, KV_S], or [B, KV_S] for one query and [Q_S, KV_S] for more",
+        "[1, 1, Q_S, KV_S], or [Q_S, KV_S] for more queries than one",
     )
     if call.block_table is not None:
         width = call.block_table.shape[1] * call.block_size
