@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the GPU reaches at best, measured in the same run: a large copy (bytes read and written), a large product."""
+    """What the GPU reaches at best, measured in the same run: a large copy (read and written), a large product."""
 
     bytes_per_s: float
     flops_per_s: float
