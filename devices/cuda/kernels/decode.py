@@ -74,6 +74,8 @@ def split_kernel(
     high = tl.where(split + 1 == tl.num_programs(1), num_keys, tl.minimum(low + span, num_keys))
     row = tl.program_id(0) % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = row < num_queries * GROUP
+    at = (entry.to(tl.int64) * num_kv_heads + head) * (ROWS * tl.num_programs(1)) + split
+    lse_rows = partial_lse + at + row * tl.num_programs(1)
     if low < high:
         query = row // GROUP
         head_row = head * GROUP + row % GROUP
@@ -82,9 +84,8 @@ def split_kernel(
         key = tl.arange(0, BLOCK_N)
         q_rows = q + first_query.to(tl.int64) * q_stride
         is_value = is_row[:, None] & (dim < DIM)[None, :]
-        queries = tl.load(
-            q_rows + (query * q_stride + head_row * DIM)[:, None] + dim[None, :], mask=is_value, other=0.0
-        )
+        values_at = (query * q_stride + head_row * DIM)[:, None] + dim[None, :]
+        queries = tl.load(q_rows + values_at, mask=is_value, other=0.0)
         if HAS_SCALES:
             scale *= tl.load(k_scale + head)
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -94,9 +95,8 @@ def split_kernel(
         # The page id is loaded a tile ahead: a load whose address waits for another load is not pipelined as deep.
         next_page = tl.load(table + low // PAGE)
         for start in range(low, high, BLOCK_N):
-            page = next_page.to(tl.int64)
+            piece = (next_page.to(tl.int64) * num_kv_heads + head) * (PAGE * DIM)
             next_page = tl.load(table + tl.minimum(start + BLOCK_N, high - 1) // PAGE)
-            piece = (page * num_kv_heads + head) * (PAGE * DIM)
             in_page = start % PAGE + key
             is_key = start + key < high
             visible = is_key[None, :] & is_row[:, None]
@@ -117,20 +117,15 @@ def split_kernel(
             if HAS_SINKS:
                 summed, total = add_sink(summed, total, largest, sinks + head_row, is_row)
             out_rows = out + first_query.to(tl.int64) * (num_kv_heads * GROUP * DIM)
-            at = query * (num_kv_heads * GROUP * DIM) + head_row * DIM
-            result = (summed / total[:, None]).to(out.dtype.element_ty)
-            tl.store(out_rows + at[:, None] + dim[None, :], result, mask=is_value)
+            values_at = (query * (num_kv_heads * GROUP * DIM) + head_row * DIM)[:, None] + dim[None, :]
+            tl.store(out_rows + values_at, (summed / total[:, None]).to(out.dtype.element_ty), mask=is_value)
         else:  # nothing seen: the log-sum-exp is -inf, and the merge does not look at the result
-            num_splits = tl.num_programs(1)
-            at = (entry.to(tl.int64) * num_kv_heads + head) * (ROWS * num_splits) + split
+            values_at = (row * tl.num_programs(1) * DIM)[:, None] + dim[None, :]
             result = summed / tl.where(total == 0.0, 1.0, total)[:, None]
-            tl.store(partial_out + at * DIM + (row * num_splits * DIM)[:, None] + dim[None, :], result, mask=is_value)
-            tl.store(partial_lse + at + row * num_splits, largest + tl.log2(total), mask=is_row)
+            tl.store(partial_out + at * DIM + values_at, result, mask=is_value)
+            tl.store(lse_rows, largest + tl.log2(total), mask=is_row)
     elif not SINGLE:
-        num_splits = tl.num_programs(1)
-        at = (entry.to(tl.int64) * num_kv_heads + head) * (ROWS * num_splits) + split
-        nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        tl.store(partial_lse + at + row * num_splits, nothing, mask=is_row)
+        tl.store(lse_rows, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
 
 
 @triton.jit
