@@ -7,6 +7,7 @@ here is `align_resume`: how much of KV that already exists a new computation may
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,6 +38,20 @@ def page_count(length: int, page_size: int) -> int:
 def page_counts(lengths: IntArray, page_size: int) -> IntArray:
     """`page_count` of each length, int32 [n]."""
     return -(-lengths // page_size)
+
+
+def page_split(length: int, page_size: int) -> tuple[int, int]:
+    """Whole pages of `length` tokens, and how many tokens lie behind them."""
+    return divmod(length, page_size)
+
+
+def page_spans(start: int, end: int, page_size: int) -> Iterator[tuple[int, int, int]]:
+    """Tokens `[start, end)` of a row page by page: which of the row's pages, and its slots `[lo, hi)`."""
+    while start < end:
+        page, lo = divmod(start, page_size)
+        hi = min(page_size, lo + end - start)
+        yield page, lo, hi
+        start += hi - lo
 
 
 def is_whole_pages(length: int, page_size: int) -> bool:

@@ -119,9 +119,8 @@ class ModelRunner:
         forward = self._prepare(step)
         started = time.perf_counter()
         hidden = forward()
-        to = hidden.device
         ends = hidden[len(hidden) - len(step.rows) :]
-        where = None if step.is_sampled.all() else torch.from_numpy(np.flatnonzero(step.is_sampled)).to(to)
+        where = None if step.is_sampled.all() else torch.from_numpy(np.flatnonzero(step.is_sampled)).to(hidden.device)
         logits = self._logits(ends if where is None else ends[where])
         choices = logits if step.edits is None else edited(logits, step.edits)
         choices = choices if step.allowed is None else masked(choices, step.allowed)
@@ -205,9 +204,11 @@ class ModelRunner:
             tables=tables,
             slots=ragged_slots(tables, step.starts, step.num_new, self._page_size),
         )
-        replay = None if self._graphs is None else self._graphs.prepare(columns, self._sampled)
-        if replay is not None:
-            return replay
+        scores_prompt = step.scores is not None and len(step.scores.place) > 0
+        if self._graphs is not None and not scores_prompt:
+            replay = self._graphs.prepare(columns, self._sampled)
+            if replay is not None:
+                return replay
         to = self._device.torch_device
         attention = columns.attention(self._page_size, to)
         for backend in self._backends:

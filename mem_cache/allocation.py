@@ -21,6 +21,7 @@ from devices.pages import IntArray, ceil_page, floor_page, is_whole_pages, page_
 from mem_cache.kv_info import LadderError, ReqKvInfo, RowGeometry
 from mem_cache.rows import OutOfRows, PageCopy, RowPool
 from mem_cache.tree.keys import Namespace, PrefixKey
+from mem_cache.tree.misses import MissReason
 from mem_cache.tree.prefix_tree import LockReceipt, Match, PrefixTree
 
 
@@ -289,6 +290,13 @@ class KvAllocator:
         if not self.caching:
             return Match((), 0)
         return self.tree.match(PrefixKey(tokens[:-1], self.geometry.page_size, namespace))
+
+    def miss_reason(self, tokens: IntArray, namespace: Namespace, match: Match) -> MissReason | None:
+        """Why a `match` of these tokens is shorter than it could be; None when it is not."""
+        if not self.caching:
+            return "disabled"
+        key = PrefixKey(tokens[:-1], self.geometry.page_size, namespace)
+        return self.tree.why_shorter(key, match) if key.num_pages else "below_page"
 
     def publish(
         self, record: ReqKvInfo, tokens: IntArray, namespace: Namespace, lock: LockReceipt, priority: int = 0

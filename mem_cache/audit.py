@@ -49,7 +49,9 @@ def audit(allocator: KvAllocator, holdings: Iterable[Holding]) -> list[Violation
             found += _census(pool, _owners(allocator, name, nodes, with_row))
     found += _ladders(held)
     found += _rows(allocator, with_row)
-    found += _tree(allocator.tree, nodes, held)
+    found += _locks(allocator.tree, held)
+    if not _nodes_are_right(allocator.tree, nodes):
+        found += _nodes(allocator.tree, nodes)
     return found
 
 
@@ -65,20 +67,19 @@ def _counts_are_right(allocator: KvAllocator, pool: PagePool, nodes: list[Node],
         for part in plan_release(holding.record, allocator.geometry):
             if part.family == family:
                 in_rows += rows.pages(family, holding.record.row, part.start, part.end).tolist()
-    owned = set(in_tree)
-    if len(owned) < len(in_tree) or not owned.isdisjoint(in_rows):
-        return False
-    owned.update(in_rows)
-    each_once = [*pool.free_pages().tolist(), *pool.pending_pages().tolist(), *owned]
-    if sorted(each_once) != list(range(1, pool.num_pages + 1)):
-        return False
-    counts = [0] * (pool.num_pages + 1)
-    for page in in_tree:
-        counts[page] = 1
-    for page in in_rows:
-        counts[page] += 1
     refs: list[int] = pool.refcounts().tolist()
-    return counts == refs
+    counts = [0] * (pool.num_pages + 1)
+    try:
+        for page in in_tree:
+            counts[page] += 1
+        for page in in_rows:
+            counts[page] += 1
+    except IndexError:
+        return False
+    if counts != refs or (in_tree and (min(in_tree) < 1 or max([refs[page] for page in in_tree]) > 1)):
+        return False
+    idle = sorted([*pool.free_pages().tolist(), *pool.pending_pages().tolist()])
+    return min(in_rows, default=1) > 0 and idle == [page for page, count in enumerate(refs) if page and not count]
 
 
 def _owners(allocator: KvAllocator, family: str, nodes: list[Node], with_row: list[Holding]) -> dict[int, list[str]]:
@@ -168,19 +169,48 @@ def _rows(allocator: KvAllocator, with_row: list[Holding]) -> list[Violation]:
     return found
 
 
-def _tree(tree: PrefixTree, nodes: list[Node], held: list[Holding]) -> list[Violation]:
-    """Edges, lock counts and the two totals, recomputed from the nodes and the receipts."""
-    found = []
+def _locks(tree: PrefixTree, held: list[Holding]) -> list[Violation]:
+    """Every lock has one holder."""
     receipts, holders = tree.receipts, [holding.lock for holding in held if holding.lock is not None]
-    if len(holders) != len(receipts) or set(holders) != receipts:
-        text = f"{len(receipts)} locks are out, {len(holders)} have a holder"
-        found.append(Violation("lock-leak", TREE, text))
-    locks: dict[int, int] = defaultdict(int)
-    for receipt in receipts:
+    if len(holders) == len(receipts) and set(holders) == receipts:
+        return []
+    return [Violation("lock-leak", TREE, f"{len(receipts)} locks are out, {len(holders)} have a holder")]
+
+
+def _lock_counts(tree: PrefixTree) -> dict[Node, int]:
+    """How many receipts are anchored at or below each node."""
+    locks: dict[Node, int] = defaultdict(int)
+    for receipt in tree.receipts:
         node: Node | None = receipt.node
         while node is not None:
-            locks[id(node)] += 1
+            locks[node] += 1
             node = node.parent
+    return locks
+
+
+def _nodes_are_right(tree: PrefixTree, nodes: list[Node]) -> bool:
+    """Whether `_nodes` has nothing to say: the same rules, each over all nodes at once."""
+    num_pages = [node.num_pages for node in nodes]
+    lock_counts = [node.lock_count for node in nodes]
+    locks = _lock_counts(tree)
+    num_protected = sum([n for n, count in zip(num_pages, lock_counts, strict=True) if count])
+    page_bytes = tree.page_bytes
+    return (
+        0 not in num_pages
+        and [len(node.raw) for node in nodes] == [n * page_bytes for n in num_pages]
+        and not [node for node in nodes for pages in node.held.values() if len(pages) != node.num_pages]
+        and not [node for node in nodes if node.parent is None or node.parent.children.get(node.edge) is not node]
+        and not [node for node in nodes if not node.raw.startswith(node.edge[-page_bytes:])]
+        and lock_counts == [locks.get(node, 0) for node in nodes]
+        and not [node for node in nodes if not (node.queued or node.lock_count or node.children)]
+        and (tree.num_protected, tree.num_evictable) == (num_protected, sum(num_pages) - num_protected)
+    )
+
+
+def _nodes(tree: PrefixTree, nodes: list[Node]) -> list[Violation]:
+    """Edges, lock counts and the two totals, recomputed from the nodes and the receipts."""
+    found = []
+    locks = _lock_counts(tree)
     evictable = protected = 0
     page_bytes = tree.page_bytes
     for node in nodes:
@@ -196,10 +226,8 @@ def _tree(tree: PrefixTree, nodes: list[Node], held: list[Holding]) -> list[Viol
             or not node.raw.startswith(node.edge[-page_bytes:])
         ):
             found.append(Violation("edge-name", TREE, f"{_named(node)} cannot be reached by its edge"))
-        if num_locks != locks.get(id(node), 0):
-            found.append(
-                Violation("lock-count", TREE, f"{_named(node)} counts {num_locks}, receipts {locks[id(node)]}")
-            )
+        if num_locks != locks[node]:
+            found.append(Violation("lock-count", TREE, f"{_named(node)} counts {num_locks}, receipts {locks[node]}"))
         if num_locks:
             protected += num_pages
             continue

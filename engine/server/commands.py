@@ -51,7 +51,7 @@ class Commands:
         }
 
     def stats(self) -> Mapping[str, int]:
-        return self._core.stats()
+        return self._loop.stats()
 
     def audit(self) -> list[str]:
         return [str(violation) for violation in self._core.audit()]

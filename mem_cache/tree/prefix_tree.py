@@ -27,6 +27,7 @@ from mem_cache.tree.events import (
     page_hashes,
 )
 from mem_cache.tree.keys import TOKEN_BYTES, PrefixKey
+from mem_cache.tree.misses import MissLedger, MissReason
 from mem_cache.tree.node import Node
 from mem_cache.tree.policies import EVICTION_POLICIES, EvictionKey
 
@@ -74,6 +75,7 @@ class PrefixTree:
 
     Attributes:
         num_evictable, num_protected: pages of unlocked and of locked nodes.
+    misses: what explains matches that end early.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class PrefixTree:
         self.num_evictable = 0
         self.num_protected = 0
         self.page_bytes = page_size * TOKEN_BYTES
+        self.misses = MissLedger(self.page_bytes)
         self._order = EVICTION_POLICIES[policy]
         self._events = events
         self._root = Node(None, b"", b"", 0, {})
@@ -97,6 +100,16 @@ class PrefixTree:
         """The longest cached prefix of `key` that every component can serve."""
         path, depth = self._walk(key)
         return self._legal(path, depth)
+
+    def why_shorter(self, key: PrefixKey, match: Match) -> MissReason | None:
+        """Why the match of a key ends before the key does; None when it does not."""
+        depth = match.num_pages
+        if depth >= key.num_pages:
+            return None
+        if self._walk(key)[1] > depth:
+            return "clamped"
+        page = key.raw[depth * self.page_bytes : (depth + 1) * self.page_bytes]
+        return self.misses.why(page, is_first=depth == 0)
 
     def _walk(self, key: PrefixKey) -> tuple[list[Node], int]:
         """Nodes that `key` leads through, and how many pages of it they spell."""
@@ -303,6 +316,8 @@ class PrefixTree:
         pages = {family: ids[depth:].copy() for family, ids in held.items()}
         leaf = Node(parent, key.edge(depth), raw, key.num_pages - depth, pages)
         parent.children[leaf.edge] = leaf
+        if parent is self._root:
+            self.misses.begins(raw)
         self.num_evictable += leaf.num_pages
         if self._events is not None:
             before = parent.hashes[-1] if parent.hashes else namespace_hash(key.namespace)
@@ -324,6 +339,7 @@ class PrefixTree:
         if self._events is not None:
             self._events.add(BlockRemoved(tuple(leaf.hashes[keep:])))
             del leaf.hashes[keep:]
+        self.misses.evicted(leaf.raw[keep * self.page_bytes :])
         self.num_evictable -= n
         if keep:
             leaf.num_pages, leaf.raw = keep, leaf.raw[: keep * self.page_bytes]
@@ -332,6 +348,8 @@ class PrefixTree:
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.edge]
+        if parent is self._root:
+            self.misses.ends(leaf.raw)
         leaf.parent = None
         self._enqueue(parent)
 
