@@ -134,7 +134,8 @@ class ModelRunner:
         where = None if step.is_sampled.all() else torch.from_numpy(np.flatnonzero(step.is_sampled)).to(hidden.device)
         logits = self._logits(ends if where is None else ends[where])
         choices = logits if step.edits is None else edited(logits, step.edits)
-        sampled = sample(choices if step.allowed is None else masked(choices, step.allowed), step.sampling)
+        choices = choices if step.allowed is None else masked(choices, step.allowed)
+        sampled = sample(choices, step.sampling, self._device.sampler)
         self._sampled = torch.where(sampled.is_finite, sampled.token_ids, 0)
         # A chunk without logits is judged by its last hidden state: attention carries a NaN of its KV there.
         results = torch.isfinite(ends).all(dim=-1).to(torch.int32) - 1
@@ -188,10 +189,12 @@ class ModelRunner:
         for first in range(0, num_prompt, SCORE_BLOCK):
             last = min(first + SCORE_BLOCK, num_prompt)
             extra = _extras(wanted, first, last, hidden.device)
-            parts.append(score(self._logits(hidden[first:last]), targets[first:last], wanted.top_n, *extra))
+            parts.append(
+                score(self._logits(hidden[first:last]), targets[first:last], wanted.top_n, *extra, self._device.sampler)
+            )
         rows = torch.from_numpy(wanted.sampled_row.astype(np.int64)).to(hidden.device)
         extra = _extras(wanted, num_prompt, num_prompt + len(rows), hidden.device)
-        return joined([*parts, score(logits[rows], token_ids[rows], wanted.top_n, *extra)])
+        return joined([*parts, score(logits[rows], token_ids[rows], wanted.top_n, *extra, self._device.sampler)])
 
     def _prepare(self, step: StepInput) -> Callable[[], torch.Tensor]:
         """Bring page tables up to date, plan attention, put the step's columns on the device.

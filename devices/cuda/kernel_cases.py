@@ -21,6 +21,7 @@ from devices.cuda.configurations import (
     extend_tiles,
     latent_tiles,
 )
+from devices.cuda.layer_cases import LAYER_CASES
 
 FLOOR = "max(bytes / bandwidth, flops / rate)"
 
@@ -255,4 +256,5 @@ CASES: tuple[KernelCase, ...] = (
     _extend("g4 d128 window", LLAMA, 90, "0.40 of the rate", WINDOW=4096),
     _latent(16, 90),
     *(_latent(128, arch) for arch in (80, 90)),
+    *LAYER_CASES,
 )

@@ -83,7 +83,7 @@ class Meter:
         """kind: "load", "store" or "atomic"."""
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         addresses, lanes = np.broadcast_arrays(pointers.data, mask.data)
-        touched = addresses[lanes].astype(np.int64).ravel()
+        touched = addresses[lanes.astype(bool)].astype(np.int64).ravel()
         if not touched.size:
             return
         if kind != "load":

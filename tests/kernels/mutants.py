@@ -31,7 +31,7 @@ class Mutant:
     def is_caught(self) -> bool:
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder)
-            for part in ("devices", "tests"):
+            for part in ("devices", "mem_cache", "session", "engine", "tests"):
                 shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
             shutil.copy(ROOT / "pyproject.toml", copy)
             source = copy / KERNELS / self.file
@@ -76,6 +76,7 @@ DECODE, EXTEND, LATENT, CACHE, TABLES, SHARED = (
 )
 # ruff: noqa: E501
 EDGES = "test_decode.py edges"
+NORM, ROPE, GATE, SAMPLE, STATE, DEVICE = "norm.py", "rope.py", "gate.py", "sample.py", "state.py", "../attention.py"
 MUTANTS = (
     Mutant("decode: the last key is lost", DECODE, "is_key = start + key < high", "is_key = start + key < high - 1", EDGES),
     Mutant("decode: keys behind the end are read", DECODE, "is_key = start + key < high", "is_key = start + key >= 0", EDGES),
@@ -120,6 +121,28 @@ MUTANTS = (
     Mutant("tables: a last partial page is left out", TABLES, "(end + PAGE - 1) // PAGE, PAGES", "end // PAGE, PAGES", "test_page_tables.py loops"),
     Mutant("tables: a change goes to the next entry", TABLES, "tl.store(table + at,", "tl.store(table + at + 1,", "test_page_tables.py loops"),
     Mutant("tables: int32 folds a far row back", TABLES, "tl.load(rows + entry).to(tl.int64) * width", "tl.load(rows + entry) * width", "test_page_tables.py gib"),
+    Mutant("norm: the sum is not rounded before it is normed", NORM, "value = value.to(tl.float32)\n        norm", "value = value.to(tl.float32) + 1e-2\n        norm", "test_layer_kernels.py norms"),
+    Mutant("norm: eps stands outside the root", NORM, "tl.sum(value * value, 1) / SIZE + eps", "tl.sum(value * value, 1) / SIZE", "test_layer_kernels.py norms"),
+    Mutant("norm: heads of a wider row are taken for rows", NORM, "(row % INNER) * x_inner", "(row % INNER) * SIZE * 2", "test_layer_kernels.py heads"),
+    Mutant("norm: a program leaves out every second of its tiles", NORM, "rows, tl.num_programs(0) * ROWS)", "rows, 2 * tl.num_programs(0) * ROWS)", "test_layer_kernels.py few_programs"),
+    Mutant("rotate: the sign of the sine", ROPE, "low * c - high * s", "low * c + high * s", "test_layer_kernels.py rotation"),
+    Mutant("rotate: the rest is not copied", ROPE, "if REST_BLOCK > 0:", "if REST_BLOCK > 1024:", "test_layer_kernels.py part"),
+    Mutant("gate: halves are swapped", GATE, "(gate * share * up)", "(up * share * up)", "test_layer_kernels.py gates"),
+    Mutant("gate: tanh instead of erf", GATE, 'elif ACTIVATION == "gelu":', 'elif ACTIVATION == "none":', "test_layer_kernels.py gates"),
+    Mutant("sample: one token fewer of the best", SAMPLE, "stage == 0, top_k - 1,", "stage == 0, top_k - 2,", "test_sample_kernel.py same_logits"),
+    Mutant("sample: top-p of all instead of what top-k left", SAMPLE, "mass = kept * tl.where(is_draw, uniform, top_p)", "mass = tl.where(is_draw, kept * uniform, total * top_p)", "test_sample_kernel.py same_logits"),
+    Mutant("sample: min-p is forgotten best first", SAMPLE, "tl.minimum(kept, probable)", "tl.minimum(kept, total)", "test_sample_kernel.py same_logits"),
+    Mutant("sample: equal tokens from the last on", SAMPLE, "- 1 == equal_before)", "== equal_before)", "test_sample_kernel.py equal"),
+    Mutant("sample: sums lose what stands before a digit", SAMPLE, "mass_before += tl.sum(tl.where(digits < digit, sums, 0.0), 0)", "mass_before += 0.0", "test_sample_kernel.py same_logits"),
+    Mutant("sample: a copy keeps the places and not the ids", SAMPLE, "tl.where(is_copy, copied, place)", "tl.where(is_copy, place, place)", "test_sample_kernel.py same_logits"),
+    Mutant("sample: NaN is a number", SAMPLE, "(tl.sum(num_nan, 0) == 0) &", "(tl.sum(num_nan, 0) >= 0) &", "test_sample_kernel.py finite"),
+    Mutant("state: the convolution's window does not move", STATE, "if step > 0:\n            tl.store(before + (step - 1)", "if step > 9:\n            tl.store(before + (step - 1)", "test_state_kernels.py token_through"),
+    Mutant("state: a new row goes on from a former owner's state", STATE, "(at < start) & has_state, other=0.0)", "(at < start), other=0.0)", "test_state_kernels.py prompts"),
+    Mutant("state: the decay comes after the error", STATE, "matrix = tl.load(at) * tl.exp(tl.load(decay + place).to(tl.float32))", "matrix = tl.load(at)", "test_state_kernels.py delta"),
+    Mutant("state: softplus is left out", STATE, "step = tl.where(step > 20.0", "step = tl.where(step > -1e9", "test_state_kernels.py mamba2"),
+    Mutant("device: a plan after a capture makes new tensors", DEVICE, "frozen = self._plan if self._is_frozen else None", "frozen = None", "test_cuda_device.py padded"),
+    Mutant("device: a captured plan keeps its old page tables", DEVICE, "frozen.tables[:, : step.page_tables.shape[1]].copy_(step.page_tables)", "pass", "test_cuda_device.py padded"),
+    Mutant("device: a graph is sized for rows of one token", DEVICE, "num_splits=self._num_splits(plan.step, plan.work, longest)", "num_splits=plan.num_splits", "test_cuda_device.py padded"),
 )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ VENDOR_FOLDERS = ("devices/npu/", "devices/cuda/")
 KERNEL_SOURCES = "devices/cuda/kernels/"
 """Written in Triton, so they import it at once, and everybody else imports them when they are used."""
 
-PAGE_ARITHMETIC = ("devices/pages.py", "devices/cpu/", "devices/cuda/", "devices/npu/")
+PAGE_ARITHMETIC = ("devices/pages.py", "devices/cpu/", "devices/cuda/", "devices/npu/", "devices/torch_forms/")
 PAGE_NAMES = ("page_size", "tokens_per_page")
 TORCH_FREE = ("mem_cache/", "session/", "engine/scheduler/")
 TORCH_ALLOWED = ("mem_cache/pools.py",)
