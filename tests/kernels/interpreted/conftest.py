@@ -5,7 +5,7 @@ So a plain `pytest` skips this folder, and `tests/kernels/test_interpreted.py` r
 
     TRITON_INTERPRET=1 pytest tests/kernels/interpreted -k decode
 
-To add a kernel: it and its launcher go to `devices/cuda/kernels/`, its torch form to `devices/cpu/forms/`, and a test
+To add a kernel: it and its launcher go to `devices/cuda/kernels/`, its torch form to `devices.torch_forms/`, and a test
 that calls both with the same arguments comes here. The fixture `meter` has what the test's kernels read and wrote. Then
 a `KernelCase` goes to `devices/cuda/kernel_cases.py`, whose docstring says how it gets its budget.
 """

@@ -5,7 +5,7 @@ import pytest
 import torch
 from kernels.meter import Meter
 
-from devices.cpu.forms import attention as torch_form
+from devices.torch_forms import paged_attention as torch_form
 from devices.cuda.arguments import attention_shape
 from devices.cuda.configurations import extend_tiles
 from devices.cuda.kernels import extend as kernel

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernels.meter import Meter
 
-from devices.cpu.forms import attention as torch_form
+from devices.torch_forms import paged_attention as torch_form
 from devices.cuda.arguments import BadKernelArgument
 from devices.cuda.kernels import latent as kernel
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernels.meter import Meter
 
-from devices.cpu.forms import page_tables as torch_form
+from devices.torch_forms import page_tables as torch_form
 from devices.cuda.arguments import BadKernelArgument
 from devices.cuda.kernels import page_tables as kernel
 
