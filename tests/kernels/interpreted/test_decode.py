@@ -4,9 +4,9 @@ import pytest
 import torch
 from kernels.meter import Meter
 
-from devices.torch_forms import paged_attention as torch_form
 from devices.cuda.arguments import BadKernelArgument
 from devices.cuda.kernels import decode as kernel
+from devices.torch_forms import paged_attention as torch_form
 
 from .paged import DTYPES, Paged, assert_close, int32
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from kernels.meter import Meter
 
-from devices.torch_forms import paged_attention as torch_form
 from devices.cuda.arguments import attention_shape
 from devices.cuda.configurations import extend_tiles
 from devices.cuda.kernels import extend as kernel
+from devices.torch_forms import paged_attention as torch_form
 
 from .paged import DTYPES, Paged, assert_close, int32
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from kernels.meter import Meter
 
-from devices.torch_forms import kv_cache as torch_form
 from devices.cuda.arguments import BadKernelArgument
 from devices.cuda.kernels import kv_cache as kernel
+from devices.torch_forms import kv_cache as torch_form
 
 FORMS = pytest.mark.parametrize("form", [kernel, torch_form], ids=["kernel", "torch"])
 FP8 = torch.float8_e4m3fn

@@ -7,9 +7,9 @@ import pytest
 import torch
 from kernels.meter import Meter
 
-from devices.torch_forms import page_tables as torch_form
 from devices.cuda.arguments import BadKernelArgument
 from devices.cuda.kernels import page_tables as kernel
+from devices.torch_forms import page_tables as torch_form
 
 FORMS = pytest.mark.parametrize("form", [kernel, torch_form], ids=["kernel", "torch"])
 
