@@ -80,7 +80,9 @@ def test_it_says_what_the_books_say_after_every_step(seed):
         assert core.audit() == []
         assert view == kv_picture(core)  # looking changes nothing
 
-        held = {holding.record.row: holding.record for holding in core.sessions.holdings() if holding.record.req_pool_idx}
+        held = {
+            holding.record.row: holding.record for holding in core.sessions.holdings() if holding.record.req_pool_idx
+        }
         held |= {request.kv.row: request.kv for request in core.scheduler.running}
         rows = view["rows"]
         assert {row["row"] for row in rows["shown"]} == set(held) == core.allocator.rows.used
