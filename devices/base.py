@@ -206,6 +206,14 @@ class Device(Protocol):
         """Copy one page's keys and values in every layer, after what was launched before."""
         ...
 
+    def download(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to copy `results` to the host, behind what was launched before.
+
+        Returns:
+            Waits for that copy, and for nothing launched later; gives a tensor on the host.
+        """
+        ...
+
     def synchronize(self) -> None:
         """Wait until everything launched so far is done."""
         ...

@@ -117,6 +117,7 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
         log_interval=config.schedule.decode_log_interval,
         session_limits=SessionLimits(config.session.max_sessions, config.session.max_session_tokens),
         grammars=GrammarCompiler(lambda: _vocabulary(tokenizer, core)),
+        overlap=not config.schedule.disable_overlap_schedule,
     )
     _announce(capabilities, pool, page_size, context_len, config)
     return Assembly(core, tokenizer, config, model_config, device, pool, events)

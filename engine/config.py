@@ -119,6 +119,9 @@ class ScheduleArgs:
         10,
         "With schedule_policy=priority: by how much a waiting request must exceed a running one to displace it.",
     )
+    disable_overlap_schedule: bool = arg(
+        False, "Launch no step before the result of the last one is here, on devices that could."
+    )
     decode_log_interval: int = arg(40, "Steps between two lines of the status log.")
     random_seed: int | None = arg(
         None, "Seed of everything that draws; drawn itself when not given.", aliases=("seed",)

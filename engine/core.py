@@ -1,7 +1,8 @@
 """The loop: requests in, one step after another, results out. It knows token ids and no text.
 
 `EngineCore` joins a scheduler (decides) and a runner (executes). `launch` and `collect` are the two halves of a step;
-`step` does both. It runs in the caller's thread and holds no other state than its requests.
+`step` does both, and where the device can overlap them it launches the next step before it takes a result. It runs in
+the caller's thread and holds no other state than its requests.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class EngineCore:
         scheduler, runner, allocator: its parts, for tools and tests that look inside.
         sessions: conversations that outlive their requests.
         context_len: most tokens of prompt and output together.
+        depth: how many steps run ahead of the result that is taken next.
         timings: the latest steps.
         grammars: compiles those of requests; without it requests cannot have any.
     """
@@ -58,7 +60,9 @@ class EngineCore:
         log_interval: int = 40,
         session_limits: SessionLimits = NO_LIMITS,
         grammars: GrammarCompiler | None = None,
+        overlap: bool = True,
     ) -> None:
+        """`overlap`: off, no step is launched before the last one's result was taken, whatever the device can."""
         self.grammars = grammars
         self.scheduler = scheduler
         self.runner = runner
@@ -79,7 +83,9 @@ class EngineCore:
         self._num_arrived = 0
         self._status = StatusLog(log_interval)
         self._weights_version = 0
-        self._launched: tuple[StepInput, float] | None = None
+        self.depth = int(overlap and scheduler.capabilities.overlap)
+        self._launched: deque[tuple[StepInput, float]] = deque()
+        self._waits = False
 
     # Requests.
 
@@ -278,36 +284,50 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._launched is not None or len(self.scheduler) > 0
+        return len(self._launched) > 0 or len(self.scheduler) > 0
 
     @property
-    def in_flight(self) -> bool:
-        """Whether a launched step waits for `collect`."""
-        return self._launched is not None
+    def num_in_flight(self) -> int:
+        """Launched steps that wait for `collect`."""
+        return len(self._launched)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a result must be taken before anything more can be launched."""
+        return len(self._launched) > (0 if self._waits else self.depth)
 
     def step(self) -> list[Request]:
-        """Run one step; returns the requests that have a new token or ended."""
-        return self.launch() + self.collect()
+        """Launch a step if one can be, and take a result if one is due; returns requests with a new token or an end.
+
+        depth 0    launch 1, collect 1, launch 2, collect 2, ...
+        depth 1    launch 1, launch 2, collect 1, launch 3, collect 2, ...
+        """
+        changed = self.launch()
+        if self.is_due:
+            changed += self.collect()
+        return changed
 
     def launch(self) -> list[Request]:
-        """First half: plan and promise a step. Returns requests that ended in planning."""
+        """First half: plan a step, promise it and hand it to the runner. Returns requests that ended in planning."""
         start = time.perf_counter()
         self.sessions.expire()
         step, ended = self.scheduler.launch()
+        self._waits = step is None
         if step is not None:
-            self._launched = (step, time.perf_counter() - start)
+            self._launched.append((step, time.perf_counter() - start))
+            self.runner.launch(step)
         return self._forget_finished(ended)
 
     def collect(self) -> list[Request]:
-        """Second half: execute the launched step and take its result; nothing when none was launched."""
-        if self._launched is None:
+        """Second half: take the result of the oldest launched step; nothing when there is none."""
+        if not self._launched:
             return []
-        step, host_s = self._launched
-        self._launched = None
-        start = time.perf_counter()
-        changed = self.scheduler.process(self.runner.execute(step))
+        step, host_s = self._launched.popleft()
+        output = self.runner.collect()
         prepare_s, device_s = self.runner.prepare_s, self.runner.device_s
-        host_s += time.perf_counter() - start - prepare_s - device_s
+        start = time.perf_counter()
+        changed = self.scheduler.process(output)
+        host_s += time.perf_counter() - start
         self.timings.append(StepTiming(len(step.rows), len(step.token_ids), host_s, prepare_s, device_s))
         if self._status.step(self.timings[-1]):
             self._status.write(self.stats())

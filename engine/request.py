@@ -97,6 +97,7 @@ class Request:
     cached_tokens: prompt tokens that were not computed when it was first admitted.
     lost_to_alignment: tokens whose KV its session had and that the device could not continue from.
     num_known: valid entries of the token buffer.
+    num_ahead: tokens behind those that launched steps sample, and nobody on the host has seen.
     siblings: further answers to the same prompt that start from this one's KV.
     scores: logprobs, when they are wanted.
     grammar: where its output stands in the grammar that it must keep, if any.
@@ -123,6 +124,7 @@ class Request:
     abort_requested: bool = False
     cached_tokens: int | None = None
     lost_to_alignment: int = 0
+    num_ahead: int = 0
     num_retractions: int = 0
     siblings: tuple[Request, ...] = ()
     passed_over: int = 0
@@ -147,6 +149,11 @@ class Request:
     @property
     def num_output(self) -> int:
         return self.num_known - self.prompt_len
+
+    @property
+    def must_be_seen(self) -> bool:
+        """Whether its next token can only be chosen by a host that knows the one before."""
+        return self.num_ahead > 0 and (self.params.has_penalty or self.grammar is not None)
 
     @property
     def output_ids(self) -> list[int]:

@@ -7,9 +7,13 @@ tables, kept equal to the scheduler's by the changes that each step carries.
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from devices.base import AttentionMetadata, Device
@@ -40,12 +44,24 @@ class ForwardInputs:
     wanted: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A launched step; `is_sampled` its own, `results` waits for int32 [batch]: a token or 0, -1 if not finite."""
+
+    step_id: int
+    is_sampled: npt.NDArray[np.bool_]
+    results: Callable[[], torch.Tensor]
+    scores: Callable[[], Scores] | None
+    prepare_s: float
+    launch_s: float
+
+
 class ModelRunner:
     """One rank's executor.
 
     Attributes:
-        prepare_s, device_s: seconds that the last step spent on inputs (page tables, the attention's plan), and in the
-            model and the sampler.
+        prepare_s, device_s: seconds that the last collected step spent on inputs (page tables, the attention's plan),
+            and on launching model and sampler and waiting for their result.
     """
 
     def __init__(
@@ -62,6 +78,8 @@ class ModelRunner:
             for family in geometry.families
         }
         self.prepare_s = self.device_s = 0.0
+        self._running: deque[_Running] = deque()
+        self._sampled = torch.empty(0, dtype=torch.int64, device=device.torch_device)
         config = model.config
         by_window = {
             window: device.attention(config.num_heads, config.num_kv_heads, config.head_dim, window)
@@ -71,26 +89,51 @@ class ModelRunner:
         self._attention = tuple(by_window[window] for window in config.windows)
 
     @torch.inference_mode()
-    def execute(self, step: StepInput) -> StepOutput:
-        """Run one step to its end."""
+    def launch(self, step: StepInput) -> None:
+        """Begin a step behind those that were launched before; nothing here waits for the device."""
         called = time.perf_counter()
         inputs = self._prepare(step)
         started = time.perf_counter()
-        self.prepare_s = started - called
         hidden = self.forward(inputs)
+        to = hidden.device
         ends = hidden[len(hidden) - len(step.rows) :]
-        logits = self._logits(ends if step.is_sampled.all() else ends[torch.from_numpy(step.is_sampled)])
+        where = None if step.is_sampled.all() else torch.from_numpy(np.flatnonzero(step.is_sampled)).to(to)
+        logits = self._logits(ends if where is None else ends[where])
         choices = logits if step.edits is None else edited(logits, step.edits)
         sampled = sample(choices if step.allowed is None else masked(choices, step.allowed), step.sampling)
-        scores = None if step.scores is None else self._scores(step.scores, hidden, logits, sampled.token_ids)
+        self._sampled = torch.where(sampled.is_finite, sampled.token_ids, 0)
         # A chunk without logits is judged by its last hidden state: attention carries a NaN of its KV there.
-        is_finite = torch.isfinite(ends).all(dim=-1).cpu().numpy()
-        is_finite[step.is_sampled] &= sampled.is_finite.cpu().numpy()
-        tokens = sampled.token_ids.cpu().numpy().astype(np.int32)
-        self.device_s = time.perf_counter() - started
+        results = torch.isfinite(ends).all(dim=-1).to(torch.int32) - 1
+        tokens = torch.where(sampled.is_finite, sampled.token_ids, -1).to(torch.int32)
+        if where is None:
+            results = torch.where(results < 0, results, tokens)
+        else:
+            results[where] = torch.where(results[where] < 0, results[where], tokens)
+        scores = None
+        if step.scores is not None:
+            scores = partial(self._scores, step.scores, hidden, logits, sampled.token_ids)
+        self._running.append(
+            _Running(
+                step.step_id,
+                step.is_sampled,
+                self._device.download(results),
+                scores,
+                started - called,
+                time.perf_counter() - started,
+            )
+        )
+
+    @torch.inference_mode()
+    def collect(self) -> StepOutput:
+        """The result of the oldest launched step, waited for."""
+        started = time.perf_counter()
+        step = self._running.popleft()
+        results = step.results().numpy()
+        scores = None if step.scores is None else step.scores()
+        self.prepare_s, self.device_s = step.prepare_s, step.launch_s + time.perf_counter() - started
+        is_finite = results >= 0
         has_token = step.is_sampled & is_finite
-        new_tokens = tokens[is_finite[step.is_sampled]]
-        return StepOutput(step.step_id, has_token.astype(np.int32), new_tokens, is_finite, scores)
+        return StepOutput(step.step_id, has_token.astype(np.int32), results[has_token], is_finite, scores)
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
@@ -137,8 +180,11 @@ class ModelRunner:
         wanted = np.cumsum(step.num_new, dtype=np.int64) - 1
         if step.scores is not None:
             wanted = np.concatenate([step.scores.place, wanted])
+        token_ids = torch.from_numpy(step.token_ids.astype(np.int64)).to(to)
+        if step.token_ids.min() < 0:
+            token_ids = resolved(token_ids, self._sampled)
         return ForwardInputs(
-            torch.from_numpy(step.token_ids.astype(np.int64)).to(to),
+            token_ids,
             torch.from_numpy(ragged_positions(step.starts, step.num_new)).to(to),
             torch.from_numpy(wanted).to(to),
         )
@@ -146,6 +192,15 @@ class ModelRunner:
     def _apply(self, changes: tuple[TableChange, ...]) -> None:
         for change in changes:
             self._tables[change.family][change.row, change.start : change.start + len(change.pages)] = change.pages
+
+
+def resolved(token_ids: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    """`token_ids` with each reference replaced by the token of the step before, on the device; int64 [tokens].
+
+    Args:
+        sampled: what that step sampled, int64 [at least 1].
+    """
+    return torch.where(token_ids < 0, sampled[(-1 - token_ids).clamp(0, len(sampled) - 1)], token_ids)
 
 
 def _extras(wanted: ScoreColumns, first: int, last: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

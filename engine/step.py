@@ -98,7 +98,8 @@ class StepInput:
         rows: row of each request, int32 [batch].
         starts: position of each request's first new token, int32 [batch].
         num_new: new tokens of each request, int32 [batch].
-        token_ids: the new tokens, int32 [sum(num_new)], request after request.
+        token_ids: the new tokens, int32 [sum(num_new)], request after request; `-1 - i` stands for the i-th token that
+            the step before this one sampled, which the host need not have seen (`refer`).
         is_sampled: whether a token follows each request's last new one, bool [batch] (not in the middle of a prompt).
         sampling: how to choose those tokens.
         table_changes: what was written into page tables since the last step, in order.
@@ -157,15 +158,24 @@ class Executor(Protocol):
     """Runs steps one after another: a model on a device, or a simulation of one.
 
     Attributes:
-        prepare_s, device_s: seconds that the last step spent on its inputs, and on its results.
+        prepare_s, device_s: seconds that the last collected step spent on its inputs, and on its results.
     """
 
     prepare_s: float
     device_s: float
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """Run one step to its end."""
+    def launch(self, step: StepInput) -> None:
+        """Begin a step, behind those that were launched before."""
         ...
+
+    def collect(self) -> StepOutput:
+        """The result of the oldest launched step, waited for."""
+        ...
+
+
+def refer(sampled: int) -> int:
+    """The token id that stands for the `sampled`-th token of the step before."""
+    return -1 - sampled
 
 
 class _PackedArray(msgspec.Struct, array_like=True):

@@ -7,6 +7,7 @@ token than `answer_to`, which knows the conversation and no page. Pages that nob
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -61,14 +62,23 @@ class HashExecutor:
         self.version = 0
         self.fail_next = 0
         self.prepare_s = self.device_s = 0.0
+        self._launched: deque[StepInput] = deque()
+        self._sampled: list[int] = []
 
-    def execute(self, step: StepInput) -> StepOutput:
+    def launch(self, step: StepInput) -> None:
+        self._launched.append(step)
+
+    def collect(self) -> StepOutput:
+        """Computed as late as can be: whatever a launched step reads must be there until its result is taken."""
+        step = self._launched.popleft()
         for change in step.table_changes:
             self._tables[change.row, change.start : change.start + len(change.pages)] = change.pages
         for copy in step.page_copies:
             self._kv[copy.target] = self._kv[copy.source]
-        self._kv[self._pool.refcounts() == 0] = SPOILT
-        token_ids = iter(step.token_ids.tolist())
+        self._kv[self._pool.free_pages()] = SPOILT
+        token_ids = iter(
+            [token_id if token_id >= 0 else self._sampled[-1 - token_id] for token_id in step.token_ids.tolist()]
+        )
         next_ids = [
             self._compute(row, start, [next(token_ids) for _ in range(num_new)])
             for row, start, num_new in zip(step.rows.tolist(), step.starts.tolist(), step.num_new.tolist(), strict=True)
@@ -79,6 +89,7 @@ class HashExecutor:
             is_finite[-1] = False
             self._spoil(int(step.rows[-1]), int(step.starts[-1]), int(step.num_new[-1]))
         has_token = step.is_sampled & is_finite
+        self._sampled = [token for token, is_sampled in zip(next_ids, step.is_sampled, strict=True) if is_sampled]
         return StepOutput(
             step.step_id, has_token.astype(np.int32), np.array(next_ids, dtype=np.int32)[has_token], is_finite
         )
@@ -151,9 +162,12 @@ def make_core(
     conservativeness: float = 1.0,
     limits: SessionLimits | None = None,
     clock: Clock | None = None,
+    overlap: bool = False,
 ) -> EngineCore:
     """An engine whose parts are all real but the model."""
-    capabilities = Capabilities(page_sizes=(page_size,), default_page_size=page_size, resume_unit=resume_unit)
+    capabilities = Capabilities(
+        page_sizes=(page_size,), default_page_size=page_size, resume_unit=resume_unit, overlap=overlap
+    )
     family = PageFamily("full", page_size)
     families = PageFamilies([(family, num_pages)])
     rows = RowPool(num_rows, RowGeometry(page_size, ceil_page(context_len, page_size), (family,)))

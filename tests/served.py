@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,9 @@ def start_server(model: Path, folder: Path, *flags: str, env: dict[str, str] | N
         said = [line for line in log.read_text().splitlines() if "serving " in line]
         if said:
             url = said[0].rsplit(" ", 1)[1]
-            if httpx.get(f"{url}/health").status_code == 200:
-                return Server(process, url, log)
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health").status_code == 200:
+                    return Server(process, url, log)
         if process.poll() is not None:
             break
         time.sleep(0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +78,9 @@ class CpuDevice:
         for layer in layers:
             layer.k[target].copy_(layer.k[source])
             layer.v[target].copy_(layer.v[source])
+
+    def download(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: results
 
     def synchronize(self) -> None:
         """CPU work is done when its call returns."""

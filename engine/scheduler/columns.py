@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from devices.pages import IntArray
 from engine.request import Request, TokenLogprob
-from engine.step import AllowedTokens, LogitEdits, SamplingColumns, ScoreColumns, Scores, StepInput
+from engine.step import AllowedTokens, LogitEdits, SamplingColumns, ScoreColumns, Scores, StepInput, refer
 from mem_cache.rows import PageCopy, TableChange
 
 
 class Chunk(NamedTuple):
-    """`num_new` tokens of one request in one step, after which `end` tokens of its row are written."""
+    """`num_new` tokens of one request in one step, after which `end` tokens of its row are written.
+
+    `attempt` is the request's number of retractions when it was planned: a later attempt has no use for its result.
+    """
 
     request: Request
     num_new: int
     end: int
+    attempt: int
+
+    @classmethod
+    def of(cls, request: Request, start: int, num_new: int) -> Chunk:
+        return cls(request, num_new, start + num_new, request.num_retractions)
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether a token follows its last one; asked before the step counts as launched."""
+        return self.request.num_known + self.request.num_ahead == self.end
 
 
 class Score(NamedTuple):
@@ -28,12 +42,20 @@ class Score(NamedTuple):
 
 
 def step_input(
-    step_id: int, chunks: Sequence[Chunk], changes: tuple[TableChange, ...], copies: tuple[PageCopy, ...]
+    step_id: int,
+    chunks: Sequence[Chunk],
+    changes: tuple[TableChange, ...],
+    copies: tuple[PageCopy, ...],
+    unseen: Mapping[Request, int],
 ) -> tuple[StepInput, list[Score]]:
-    """The message of chunks that were scheduled, and what its scores will be of, in their order."""
-    requests, new, ends = zip(*chunks, strict=True)
+    """The message of chunks that were scheduled, and what its scores will be of, in their order.
+
+    Args:
+        unseen: requests of the step before whose token nobody has seen, and its place among that step's tokens.
+    """
+    requests, new, ends, _ = zip(*chunks, strict=True)
     num_new = np.array(new, dtype=np.int32)
-    is_sampled = [request.num_known == end for request, _, end in chunks]
+    is_sampled = [chunk.is_sampled for chunk in chunks]
     sampled = [request for request, samples in zip(requests, is_sampled, strict=True) if samples]
     scores: ScoreColumns | None = None
     scored: list[Score] = []
@@ -44,7 +66,7 @@ def step_input(
         rows=np.array([request.kv.row for request in requests], dtype=np.int32),
         starts=np.array(ends, dtype=np.int32) - num_new,
         num_new=num_new,
-        token_ids=np.concatenate([request.tokens[end - n : end] for request, n, end in chunks]),
+        token_ids=np.concatenate([_token_ids(chunk, unseen) for chunk in chunks]),
         is_sampled=np.array(is_sampled, dtype=np.bool_),
         sampling=_sampling_columns(sampled),
         table_changes=changes,
@@ -56,6 +78,14 @@ def step_input(
     return step, scored
 
 
+def _token_ids(chunk: Chunk, unseen: Mapping[Request, int]) -> IntArray:
+    """A chunk's tokens, int32 [num_new]. One that was not seen yet is alone: what a prompt has is known."""
+    request, num_new, end, _ = chunk
+    if end > request.num_known:
+        return np.array([refer(unseen[request])], dtype=np.int32)
+    return request.tokens[end - num_new : end]
+
+
 def _sampling_columns(sampled: Sequence[Request]) -> SamplingColumns:
     params = [request.params for request in sampled]
     cuts = np.array([(p.temperature, p.top_p, p.min_p) for p in params], dtype=np.float32).reshape(-1, 3)
@@ -65,7 +95,7 @@ def _sampling_columns(sampled: Sequence[Request]) -> SamplingColumns:
         top_p=cuts[:, 1],
         min_p=cuts[:, 2],
         seed=np.array([request.seed for request in sampled], dtype=np.uint64),
-        position=np.array([request.num_known for request in sampled], dtype=np.int64),
+        position=np.array([request.num_known + request.num_ahead for request in sampled], dtype=np.int64),
     )
 
 
@@ -80,7 +110,7 @@ def _edits(sampled: Sequence[Request]) -> LogitEdits | None:
         if params.has_penalty:
             seen += [(row, token_id, count) for token_id, count in request.output_counts.items()]
         biases += [(row, token_id, bias) for token_id, bias in params.logit_bias.items()]
-        if request.num_output < params.min_new_tokens and request.grammar is None:
+        if request.num_output + request.num_ahead < params.min_new_tokens and request.grammar is None:
             biases += [(row, token_id, -np.inf) for token_id in request.stop_ids]
     if not seen and not biases:
         return None
@@ -117,7 +147,7 @@ def _score_columns(chunks: Sequence[Chunk], sampled: Sequence[Request]) -> tuple
     scored: list[Score] = []
     places: list[int] = []
     first = 0  # place of the chunk's first token among the step's
-    for request, num_new, end in chunks:
+    for request, num_new, end, _ in chunks:
         start = end - num_new
         for position in range(max(request.next_scored, start + 1), min(end + 1, request.prompt_len)):
             scored.append(Score(request, position))
@@ -138,17 +168,24 @@ def _score_columns(chunks: Sequence[Chunk], sampled: Sequence[Request]) -> tuple
     return columns, scored
 
 
-def deliver_scores(scored: Sequence[Score], scores: Scores, new_token: dict[str, int]) -> None:
-    """Append each logprob to its request. `new_token`: the step's token of each request that has one."""
+def deliver_scores(
+    scored: Sequence[Score], scores: Scores, new_token: Mapping[Request, int], current: Container[Request]
+) -> None:
+    """Append each logprob to its request.
+
+    Args:
+        new_token: the step's token of each request that has one.
+        current: requests that the step still is for.
+    """
     extra = iter(scores.extra.tolist())
     rows = zip(scored, scores.chosen.tolist(), scores.top_ids.tolist(), scores.top.tolist(), strict=True)
     for (request, position), chosen, top_ids, top in rows:
         params, own = request.params, request.scores
         extras = tuple((token_id, next(extra)) for token_id in params.token_ids_logprob)
         best = tuple(zip(top_ids, top, strict=True))[: params.top_logprobs_num]
-        if own is None:
+        if own is None or request not in current:
             continue
         if position is not None:
             own.prompt.append(TokenLogprob(int(request.tokens[position]), chosen, best, extras))
-        elif request.id in new_token:
-            own.output.append(TokenLogprob(new_token[request.id], chosen, best, extras))
+        elif request in new_token:
+            own.output.append(TokenLogprob(new_token[request], chosen, best, extras))

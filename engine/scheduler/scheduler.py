@@ -6,12 +6,16 @@ Every running request has some tokens whose KV no step writes yet: one in decode
 them from each, so prefill, chunk and decode mix. When the pool is short the request with the fewest outputs to lose is
 retracted; one that is alone and still does not fit ends by itself. A finish, an abort and a retraction are the same
 act: publish what is committed, then release.
+
+Steps may be planned while results are on their way. Such a step names tokens that nobody has seen by their place in the
+step before; it takes what is free and never takes anything away from a request; and when a result ends a request, what
+was launched of it beyond is ignored: its pages wait behind the launched step's fence.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,6 +40,7 @@ class LaunchedStep:
 
     step: StepInput
     chunks: tuple[Chunk, ...]
+    sampled: tuple[Request, ...]
     scored: list[Score]
     fences: dict[str, Fence]
 
@@ -79,7 +84,8 @@ class Scheduler:
         self._preemption_threshold = preemption_threshold
         self._chunk_tokens = chunk_tokens
         self.clock = clock
-        self._launched: LaunchedStep | None = None
+        self._launched: deque[LaunchedStep] = deque()
+        self._waits_for_results = False
         self._step_id = 0
         self._page_size = allocator.geometry.page_size
 
@@ -103,15 +109,23 @@ class Scheduler:
         elif request.status is RequestStatus.FORKING:
             self._end(request, Finish("abort"))
         elif request.status is RequestStatus.RUNNING:
-            if self._launched is not None and any(chunk.request is request for chunk in self._launched.chunks):
+            if any(_is_current(chunk) and chunk.request is request for step in self._launched for chunk in step.chunks):
                 request.abort_requested = True
                 return False
             self._end(request, Finish("abort"))
         return True
 
     def retract(self, request: Request) -> None:
-        """Send a running request back to the queue; its outputs stay, its KV is left to the tree."""
+        """Send a running request back to the queue; its outputs stay, its KV is left to the tree.
+
+        What launched steps compute of it is forgotten, and will be computed again. One that ends with the next result
+        is left alone.
+        """
+        if request.abort_requested:
+            return
         self.running.remove(request)
+        request.num_ahead = 0
+        request.kv.rewind(request.kv.kv_committed_len)
         if request.session is not None and request.turn is not None:
             request.turn = request.session.retract(request.turn)
         else:
@@ -124,9 +138,14 @@ class Scheduler:
     # Planning.
 
     def launch(self) -> tuple[StepInput | None, list[Request]]:
-        """Plan the next step and promise it. Returns it (None: nothing can run) and the requests that ended here."""
-        assert self._launched is None, "the result of the last step must come first"
+        """Plan the next step and promise it. Returns it and the requests that ended here.
+
+        None: nothing can run, or nothing before the result of a launched step is known.
+        """
         ended = self._end_late()
+        if self._launched and (self._waits_for_results or any(request.must_be_seen for request in self.running)):
+            return None, ended
+        self._waits_for_results = False
         chunks, full = self._continue_running()
         ended += full
         self._admit(chunks)
@@ -134,12 +153,17 @@ class Scheduler:
             if not self.running:
                 self._estimate.reset()
             return None, ended
-        for request, _, end in chunks:
-            request.kv.schedule(end)
+        for chunk in chunks:
+            chunk.request.kv.schedule(chunk.end)
         self._step_id += 1
         allocator = self.allocator
-        step, scored = step_input(self._step_id, chunks, allocator.rows.take_changes(), allocator.take_copies())
-        self._launched = LaunchedStep(step, tuple(chunks), scored, allocator.families.fence(f"step {step.step_id}"))
+        unseen = {request: i for i, request in enumerate(self._launched[-1].sampled)} if self._launched else {}
+        step, scored = step_input(self._step_id, chunks, allocator.rows.take_changes(), allocator.take_copies(), unseen)
+        sampled = tuple(chunk.request for chunk in chunks if chunk.is_sampled)
+        for request in sampled:
+            request.num_ahead += 1
+        fences = allocator.families.fence(f"step {step.step_id}")
+        self._launched.append(LaunchedStep(step, tuple(chunks), sampled, scored, fences))
         return step, ended
 
     def _end_late(self) -> list[Request]:
@@ -160,7 +184,7 @@ class Scheduler:
         retracted = False
         while self.running:
             chunks = self._chunks_of_running()
-            wanted = plan(extend(r.kv, end) for r, _, end in chunks if end > r.kv.kv_allocated_len)
+            wanted = plan(extend(r.kv, end) for r, _, end, _ in chunks if end > r.kv.kv_allocated_len)
             lacking = self.allocator.lacking_pages(wanted)
             if not lacking:
                 if not self._take(wanted):
@@ -170,7 +194,7 @@ class Scheduler:
                 else:
                     self._estimate.step_passed()
                 return chunks, ended
-            if lacking <= self.allocator.num_arriving:
+            if self._launched or lacking <= self.allocator.num_arriving:
                 return [], ended
             if len(self.running) == 1:
                 message = f"the pool of {self.allocator.num_pages} pages of {self._page_size} tokens is full"
@@ -186,12 +210,14 @@ class Scheduler:
         budget = self._chunk_tokens
         for request in self.running:
             start = request.kv.kv_scheduled_len
-            n = request.num_known - start
+            n = request.num_known + request.num_ahead - start
+            if request.num_ahead and (request.abort_requested or start + 1 >= request.max_tokens):
+                continue  # it ends with a token that is on its way
             if n > 1:
                 n = self._chunk_len(start, n, budget)
                 budget = None if budget is None else budget - n
             if n:
-                chunks.append(Chunk(request, n, start + n))
+                chunks.append(Chunk.of(request, start, n))
         return chunks
 
     def _chunk_len(self, start: int, wanted: int, budget: int | None) -> int:
@@ -206,7 +232,7 @@ class Scheduler:
             return
         budget = self._chunk_tokens
         if budget is not None:
-            budget -= sum(c.num_new for c in chunks if c.num_new > 1 or c.end < c.request.num_known)
+            budget -= sum(c.num_new for c in chunks if c.num_new > 1 or not c.is_sampled)
         promised = sum(self._pages_to_come(request) for request in self.running)
         for request in self.waiting.in_order():
             if budget is not None and budget <= 0:
@@ -232,6 +258,9 @@ class Scheduler:
             return None
         least = request.priority - self._preemption_threshold
         victim = min((other for other in self.running if other.priority < least), key=_loss, default=None)
+        if victim is not None and self._launched:
+            self._waits_for_results = True  # its pages would only be pending now
+            return None
         chunks[:] = [chunk for chunk in chunks if chunk.request is not victim]
         return victim
 
@@ -266,7 +295,7 @@ class Scheduler:
                 self.misses[miss] += 1
             request.timings.scheduled_s = self.clock()
         self.running.append(request)
-        return Chunk(request, num_new, start + num_new)
+        return Chunk.of(request, start, num_new)
 
     def _take_over(self, request: Request) -> tuple[int, dict[str, IntArray] | None, MissReason | None]:
         """Where a request may start: in the row that its session lends it, or behind a prefix that the tree has.
@@ -327,27 +356,28 @@ class Scheduler:
     # Results.
 
     def process(self, output: StepOutput) -> list[Request]:
-        """Take a step's result; returns its requests that have a new token or ended."""
-        launched = self._launched
-        assert launched is not None
+        """Take the oldest step's result; returns its requests that have a new token or ended."""
+        launched = self._launched.popleft()
         assert launched.step.step_id == output.step_id
-        self._launched = None
         self.allocator.families.lift(launched.fences)
         changed: list[Request] = []
         token_ids = iter(output.token_ids.tolist())
         rows = zip(launched.chunks, output.num_tokens.tolist(), output.is_finite.tolist(), strict=True)
         results = [(chunk, [next(token_ids) for _ in range(n)], is_finite) for chunk, n, is_finite in rows]
+        results = [result for result in results if _is_current(result[0])]
         if output.scores is not None:
-            new_token = {chunk.request.id: tokens[0] for chunk, tokens, _ in results if tokens}
-            deliver_scores(launched.scored, output.scores, new_token)
+            new_token = {chunk.request: tokens[0] for chunk, tokens, _ in results if tokens}
+            deliver_scores(launched.scored, output.scores, new_token, {chunk.request for chunk, _, _ in results})
+        sampled = set(launched.sampled)
         for chunk, new_tokens, is_finite in results:
+            chunk.request.num_ahead -= chunk.request in sampled
             changed += self._result_of(chunk, new_tokens, is_finite)
         return changed
 
     def _result_of(self, chunk: Chunk, new_tokens: list[int], is_finite: bool) -> list[Request]:
         """Commit one request's part of a step; returns it when it has a new token or ended, with what ended with it."""
         request = chunk.request
-        request.kv.commit(request.kv.kv_scheduled_len)
+        request.kv.commit(chunk.end)
         if request.abort_requested:
             return self._end(request, Finish("abort"))
         if not is_finite:
@@ -431,6 +461,12 @@ def _end_turn(request: Request, session: Session, turn: Turn, finish: Finish, *,
         session.finish(turn, request.prompt_len, request.num_known, now)
     else:
         session.abort(turn, request.num_known, now, trust_kv=trust_kv)
+
+
+def _is_current(chunk: Chunk) -> bool:
+    """Whether somebody still wants the chunk's result: its request has not ended, nor been retracted since."""
+    request = chunk.request
+    return request.status is RequestStatus.RUNNING and chunk.attempt == request.num_retractions
 
 
 def _loss(request: Request) -> tuple[int, int, int, int]:

@@ -112,9 +112,9 @@ async def start_turn(
             generation = await serving.generate(where)
         except BaseException as error:
             if line is not None:
-                line.tip = None
                 store.release(line)
                 if isinstance(error, SessionRefused):
+                    line.tip = line.tip if error.kind == "busy" else None
                     logger.debug("a response runs elsewhere: %s", error)
                     continue
             raise
@@ -153,7 +153,7 @@ def _lines(
         if found.tip is previous and not found.is_busy and keeps:
             store.borrow(found)
             yield found
-        else:
+        if found.tip is not None:  # still there, and busy after all: an aborted turn's last step is on its way
             start = _shared(found.tip.history(), ids)
             if start:
                 fork = named()

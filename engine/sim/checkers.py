@@ -208,7 +208,7 @@ class Progress:
 
     def look(self, world: World, moment: Moment) -> None:
         if moment == "launched":
-            is_idle = not world.changed and world.core.has_work and not world.has_launched
+            is_idle = not world.changed and world.core.has_work and not world.has_launched and not world.is_ahead
             self.num_stuck = self.num_stuck + 1 if is_idle and not world.is_blocked else 0
             if self.num_stuck > 1:
                 raise NoProgress("progress", f"nothing was launched twice, and work waits: {world.core.stats()}")
@@ -232,11 +232,13 @@ class Fairness:
     Attributes:
         waiting: who waited before the launch.
         passed: younger ones admitted before each arrival that waits.
+        num_late: launches in a row after which a lesser one runs while a more important one waits.
     """
 
     moments: tuple[Moment, ...] = ("start", "launched")
     waiting: list[Request] = field(default_factory=list)
     passed: Counter[int] = field(default_factory=Counter)
+    num_late: int = 0
 
     def look(self, world: World, moment: Moment) -> None:
         if moment == "start":
@@ -267,11 +269,14 @@ class Fairness:
                 if other.priority > request.priority:
                     raise Unfair("fairness", f"{request.id} was admitted while {other.id} waits, more important")
         if world.config.chunk_tokens is not None or world.is_blocked or not still:
+            self.num_late = 0
             return
         best = max(request.priority for request in still)
-        for other in world.core.scheduler.running:
-            if other.priority < best - world.config.preemption_threshold:
-                raise Unfair("fairness", f"{other.id} of priority {other.priority} runs while one of {best} waits")
+        lesser = [o for o in world.core.scheduler.running if o.priority < best - world.config.preemption_threshold]
+        self.num_late = self.num_late + 1 if lesser else 0
+        # A step planned ahead displaces nobody; one that is not does.
+        if self.num_late > (2 if world.config.overlap else 0):
+            raise Unfair("fairness", f"{lesser[0].id} of priority {lesser[0].priority} runs while one of {best} waits")
 
     def _by_hits(self, world: World, admitted: list[Request], still: list[Request]) -> None:
         for other in filter(_is_fresh, still):
@@ -337,7 +342,9 @@ class Width:
 
     def look(self, world: World, moment: Moment) -> None:
         for request in world.core.scheduler.running:
-            if request.kv.kv_allocated_len > ceil_page(request.num_known, world.config.page_size):
+            # The token that a launched step samples is the input of one that was launched behind it.
+            wanted = request.num_known + max(0, request.num_ahead - 1)
+            if request.kv.kv_allocated_len > ceil_page(wanted, world.config.page_size):
                 raise Leak("width", f"{request.id} knows {request.num_known} tokens: {request.kv}")
         for session in world.core.sessions.sessions():
             record = session.slot.record

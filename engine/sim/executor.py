@@ -6,6 +6,8 @@ the last step are spoiled, then the new tokens are written and everything is rea
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from devices.base import Capabilities
@@ -51,13 +53,23 @@ class NullRunner:
         self._page_size = geometry.page_size
         self._tables = np.zeros((num_rows + 1, table_width(geometry, geometry.families[0])), dtype=np.int32)
         self._freed: list[IntArray] = []
+        self._launched: deque[StepInput] = deque()
+        self._sampled = NO_TOKENS
 
     def on_free(self, pages: IntArray) -> None:
         """Pages became free; they are spoiled behind the copies that were ordered before."""
         self._freed.append(pages.copy())
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """Run one step. Raises ValueError when a prompt is continued where the device cannot."""
+    def launch(self, step: StepInput) -> None:
+        """Take a step in."""
+        self._launched.append(step)
+
+    def collect(self) -> StepOutput:
+        """Run the oldest step, as late as a device may: what it reads must be there until its result is taken.
+
+        Raises ValueError when a prompt is continued where the device cannot.
+        """
+        step = self._launched.popleft()
         for change in step.table_changes:
             self._tables[change.row, change.start : change.start + len(change.pages)] = change.pages
         for copy in step.page_copies:
@@ -69,6 +81,8 @@ class NullRunner:
         if self._is_canary and step.step_id % 50 == 0:
             tables[:, 0] = 0
         token_ids = step.token_ids
+        if len(self._sampled) and token_ids.min() < 0:
+            token_ids = np.where(token_ids < 0, self._sampled[np.maximum(-1 - token_ids, 0)], token_ids)
         is_wrong = self.nan_row is not None
         is_finite = step.rows != (self.nan_row if is_wrong else -1)
         if is_wrong:
@@ -84,6 +98,7 @@ class NullRunner:
             if num_sampled < len(which):
                 rows = Rows(tables[which], step.starts[which], step.num_new[which])
             tokens = next_tokens(self.kv.read(rows), _salts(step.sampling), self._vocab_size)
+            self._sampled = tokens
             if is_wrong:
                 tokens, which = tokens[is_finite[which]], which & is_finite
         return StepOutput(step.step_id, which.astype(np.int32), tokens, is_finite)

@@ -43,13 +43,15 @@ class Player:
         world.families.has_failed = False
         words = [event.apply(world) for event in before]
         self._look("start")
+        num_in_flight = world.core.num_in_flight
         world.changed = world.core.launch()
-        world.has_launched = world.core.in_flight
+        world.has_launched = world.core.num_in_flight > num_in_flight
+        world.is_ahead = num_in_flight > 0
         world.num_launched += world.has_launched
         self._look("launched")
         self._settle()
         words += ["~" + event.apply(world) for event in in_flight]
-        world.changed = world.core.collect()
+        world.changed = world.core.collect() if world.core.is_due else []
         self._look("collected")
         self._settle()
         self._lift()

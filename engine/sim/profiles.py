@@ -47,6 +47,7 @@ def _draw_config(rng: Random) -> WorldConfig:
         conservativeness=rng.choice((0.001, 0.3, 1.0)),
         preemption_threshold=rng.choice((0, 1, 10)),
         caching=rng.random() < 0.9,
+        overlap=rng.random() < 0.5,
     )
 
 
@@ -64,6 +65,7 @@ def _tiny(rng: Random) -> WorldConfig:
         eviction=rng.choice(("lru", "lfu", "slru", "priority")),
         conservativeness=rng.choice((0.001, 0.1, 1.0)),
         caching=rng.random() < 0.85,
+        overlap=rng.random() < 0.5,
     )
 
 
@@ -79,6 +81,7 @@ def _wide(rng: Random) -> WorldConfig:
         chunk_tokens=rng.choice((None, 128, 200, 256)),
         policy=rng.choice(("fcfs", "lpm", "priority")),
         conservativeness=rng.choice((0.001, 1.0)),
+        overlap=rng.random() < 0.5,
     )
 
 

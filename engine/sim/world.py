@@ -61,6 +61,7 @@ class WorldConfig:
     conservativeness: float = 1.0
     preemption_threshold: int = 0
     caching: bool = True
+    overlap: bool = False
     max_live: int = 12
     is_canary: bool = False
 
@@ -185,7 +186,7 @@ class World:
         tickets: requests that are not finished, or finished since the last look.
         texts: prompt and answer of finished arrivals by key, for prompts that continue them.
         changed: requests that the last half step named: they have a new token or ended.
-        has_launched: the last launch had a step.
+        has_launched: the last launch had a step; `is_ahead`: it was planned while a result was on its way.
         known: what the tree may know; `published`: what it must know, as long as nothing is evicted.
         histories: tokens of each open session's finished turns; `closing`: sessions that close with their turn.
         branches: request ids of the branching session, by the key of their arrival.
@@ -214,6 +215,7 @@ class World:
     marks: Counter[str] = field(default_factory=Counter)
     weights_version: int = 0
     has_launched: bool = False
+    is_ahead: bool = False
     step: int = 0
     num_launched: int = 0
     num_tokens: int = 0
@@ -275,7 +277,7 @@ def build(config: WorldConfig) -> World:
     rows = RowPool(config.num_rows, geometry)
     tree = families.tree = WatchedTree((FullPages(families.pools["full"]),), page_size, config.eviction)
     clock = Clock()
-    capabilities = null_capabilities(page_size, resume_unit=config.resume_unit)
+    capabilities = null_capabilities(page_size, resume_unit=config.resume_unit, overlap=config.overlap)
     scheduler = Scheduler(
         KvAllocator(families, rows, tree, caching=config.caching),
         capabilities,

@@ -25,7 +25,7 @@ from engine.scheduler.estimate import (
     OutputEstimate,
 )
 from engine.scheduler.queue import LPM_LIMIT, POLICIES, WaitingQueue
-from engine.step import StepInput, StepOutput
+from engine.step import StepInput
 
 EAGER = {"schedule_conservativeness": 0.001}
 """Admits whatever fits now and thinks of no output: the pool runs short on purpose."""
@@ -50,13 +50,13 @@ def finish(llm: LLM, max_steps: int = 2000) -> None:
 
 def record_steps(llm: LLM) -> list[StepInput]:
     steps: list[StepInput] = []
-    execute = llm.core.runner.execute
+    launch = llm.core.runner.launch
 
-    def recorded(step: StepInput) -> StepOutput:
+    def recorded(step: StepInput) -> None:
         steps.append(step)
-        return execute(step)
+        launch(step)
 
-    llm.core.runner.execute = recorded  # type: ignore[method-assign]
+    llm.core.runner.launch = recorded  # type: ignore[method-assign]
     return steps
 
 

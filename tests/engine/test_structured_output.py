@@ -17,7 +17,7 @@ from engine import LLM, SamplingParams
 from engine.errors import BadRequest
 from engine.outputs import GenerationResult
 from engine.sampling.grammar import MAX_GRAMMAR_BYTES, Grammar
-from engine.step import StepInput, StepOutput, decode, encode
+from engine.step import StepInput, decode, encode
 from engine.text.tools.choice import after_thinking, forced_calls, tool_use
 from engine.text.tools.formats import tool_format
 from engine.text.tools.parser import ToolCallParser
@@ -257,13 +257,13 @@ def test_masks_ride_in_the_steps(path):
     """A packed step makes the same tokens elsewhere; one without grammars carries nothing."""
     llm = make_llm(path)
     steps: list[StepInput] = []
-    plain = llm.core.runner.execute
+    plain = llm.core.runner.launch
 
-    def execute(step: StepInput) -> StepOutput:
+    def launch(step: StepInput) -> None:
         steps.append(decode(encode(step), StepInput))
-        return plain(steps[-1])
+        plain(steps[-1])
 
-    llm.core.runner.execute = execute
+    llm.core.runner.launch = launch
     mixed = llm.generate(["hello"] * 2, [params(None, max_new_tokens=30), params(DATE)])
     assert re.fullmatch(DATE.text, mixed[1].text)
     assert {step.allowed is None for step in steps} == {True, False}

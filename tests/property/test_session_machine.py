@@ -109,8 +109,9 @@ class Sessions(RuleBasedStateMachine):
         num_rows=st.sampled_from([1, 2, 4]),
         eager=st.booleans(),
         policy=st.sampled_from(["fcfs", "lpm"]),
+        overlap=st.booleans(),
     )
-    def build(self, page_size, unit, caching, chunk, num_pages, num_rows, eager, policy):
+    def build(self, page_size, unit, caching, chunk, num_pages, num_rows, eager, policy, overlap):
         self.clock = Clock()
         self.core = make_core(
             page_size=page_size,
@@ -121,6 +122,7 @@ class Sessions(RuleBasedStateMachine):
             caching=caching,
             chunk_tokens=None if chunk is None else chunk * max(page_size, 4) + (unit == "token"),
             policy=policy,
+            overlap=overlap,
             conservativeness=0.001 if eager else 1.0,
             clock=self.clock,
         )
@@ -138,11 +140,20 @@ class Sessions(RuleBasedStateMachine):
 
     @property
     def in_flight(self) -> bool:
-        return self.core._launched is not None
+        return self.core.num_in_flight > 0
+
+    @property
+    def may_launch(self) -> bool:
+        return len(self.core._launched) <= self.core.depth
 
     def flying(self, ask: Ask) -> bool:
         launched = self.core.scheduler._launched
-        return launched is not None and any(chunk.request is ask.request for chunk in launched.chunks)
+        is_current = ask.request.status is RequestStatus.RUNNING
+        return is_current and any(
+            chunk.request is ask.request and chunk.attempt == ask.request.num_retractions
+            for step in launched
+            for chunk in step.chunks
+        )
 
     def talk(self, data: st.DataObject, *, idle: bool | None = None) -> Talk | None:
         fitting = [t for t in self.talks.values() if idle is None or (t.running is None) is idle]
@@ -355,7 +366,7 @@ class Sessions(RuleBasedStateMachine):
 
     # Requests.
 
-    @precondition(lambda self: not self.in_flight)
+    @precondition(lambda self: self.may_launch)
     @rule()
     def launch(self):
         self.expire_then(self.core.launch)
@@ -380,10 +391,15 @@ class Sessions(RuleBasedStateMachine):
             if step in retract_at and (fitting := self.retractable()):
                 self.core.scheduler.retract(fitting[-1].request)
                 event("retracted")
-            self.expire_then(self.core.launch)
-            assert self.core.audit() == []
+            self.step()
+
+    def step(self) -> None:
+        """Both halves, with a look between them."""
+        self.expire_then(self.core.launch)
+        assert self.core.audit() == []
+        if self.core.is_due:
             self.core.collect()
-            self.settle()
+        self.settle()
 
     def expire_then(self, launch) -> None:
         for talk in self.talks.values():
@@ -395,7 +411,6 @@ class Sessions(RuleBasedStateMachine):
         self.forget_closed()
         self.settle()
 
-    @precondition(lambda self: not self.in_flight)
     @rule(data=st.data())
     def retract(self, data):
         if fitting := self.retractable():
@@ -464,10 +479,11 @@ class Sessions(RuleBasedStateMachine):
         for _ in range(600):
             if not self.core.has_work:
                 break
-            if not self.in_flight:
-                self.expire_then(self.core.launch)
-            self.core.collect()
-            self.settle()
+            if self.may_launch:
+                self.step()
+            else:
+                self.core.collect()
+                self.settle()
         assert not self.core.has_work, "no progress"
         assert self.asks == []
         self.every_history_is_its_finished_turns()

@@ -1,4 +1,4 @@
-"""The dashboard, the alerts and the compose file name what there is: metrics, labels and values of a real server, files."""
+"""The dashboard, the alerts and the compose file name what there is: metrics and labels of a real server, files."""
 
 from __future__ import annotations
 

@@ -46,6 +46,16 @@ def test_streamed_events_hold_the_whole_answer_so_far(server):
     assert [event["meta_info"]["finish_reason"] is None for event in seen[:-1]] == [True] * (len(seen) - 1)
 
 
+def test_a_stop_id_ends_the_text_and_is_not_shown(server):
+    ids = generate(server, "hello")["output_ids"]
+    stop = next(index for index, token_id in enumerate(ids) if token_id not in ids[:index] and index)
+    sampling = {**GREEDY, "stop_token_ids": [ids[stop]]}
+    answer = server.post("/generate", {"text": "hello", "sampling_params": sampling})
+    assert answer["output_ids"] == ids[: stop + 1]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": ids[stop]}
+    assert answer["text"] == server.post("/detokenize", {"tokens": ids[:stop]})["text"]
+
+
 def test_answers_with_n_and_logprobs(server):
     fields = {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0, "return_text_in_logprobs": True}
     answer = generate(server, "hello", **fields)
@@ -111,6 +121,7 @@ def turn(server, session_id: str, text: Any, status: int = 200, **where: Any) ->
 
 
 def test_a_session_computes_what_is_new(server):
+    before = server.get("/server_info")["stats"]["num_sessions"]
     name = server.post("/open_session", {"capacity_of_str_len": 1000, "streaming": True})
     first = turn(server, name, [5] * 20)
     second = turn(server, name, [6] * 3)
@@ -128,7 +139,7 @@ def test_a_session_computes_what_is_new(server):
     for open_one in (name, fork):
         assert server.post("/close_session", {"session_id": open_one}) == {"closed": True}
     server.get(f"/sessions/{name}", 404)
-    assert server.get("/server_info")["stats"]["num_sessions"] == 0
+    assert server.get("/server_info")["stats"]["num_sessions"] == before
 
 
 def test_sessions_refuse_with_the_right_status(server):
@@ -141,6 +152,13 @@ def test_sessions_refuse_with_the_right_status(server):
     server.post("/sessions/s/rewind", {}, 400)
     server.post("/sessions/s/hold", {"seconds": -1}, 400)
     server.post("/sessions/none/fork", {}, 404)
+    server.post("/sessions/s/rewind", {"tokens": 5})
+    server.post("/pause_generation", {})
+    body = {"input_ids": [5], "session_params": {"id": "s"}, "sampling_params": GREEDY, "stream": True}
+    with server.http() as client, client.stream("POST", "/generate", json=body) as running:
+        assert turn(server, "s", [5], 409)["error"]["code"] == "session_busy"
+        server.post("/continue_generation", {})
+        assert running.read()
     server.post("/close_session", {"session_id": "s"})
     assert turn(server, "s", [5], 404)["error"]["code"] == "session_unknown"
 

@@ -42,14 +42,17 @@ def played(tiny_path: Path) -> tuple[list[StepInput], list[StepOutput], list[lis
     llm = make_llm(tiny_path, **OPTIONS)
     steps: list[StepInput] = []
     results: list[StepOutput] = []
-    plain = llm.core.runner.execute
+    launch, collect = llm.core.runner.launch, llm.core.runner.collect
 
-    def execute(step: StepInput) -> StepOutput:
+    def launched(step: StepInput) -> None:
         steps.append(step)
-        results.append(plain(step))
+        launch(step)
+
+    def collected() -> StepOutput:
+        results.append(collect())
         return results[-1]
 
-    llm.core.runner.execute = execute  # type: ignore[method-assign]
+    llm.core.runner.launch, llm.core.runner.collect = launched, collected  # type: ignore[method-assign]
     tokens = outputs(run(llm, PROMPTS, MIXED))
     assert llm.stats()["num_retracted_total"] > 0
     assert {0, 1} <= {int(flag) for step in steps for flag in step.is_sampled}
@@ -113,12 +116,9 @@ def test_what_does_not_belong_in_a_step_cannot_be_packed(played) -> None:
 
 def test_a_run_through_bytes_alone_gives_the_same_tokens(tiny_path: Path, played) -> None:
     llm = make_llm(tiny_path, **OPTIONS)
-    plain = llm.core.runner.execute
-
-    def execute(step: StepInput) -> StepOutput:
-        return decode(encode(plain(decode(encode(step), StepInput))), StepOutput)
-
-    llm.core.runner.execute = execute  # type: ignore[method-assign]
+    launch, collect = llm.core.runner.launch, llm.core.runner.collect
+    llm.core.runner.launch = lambda step: launch(decode(encode(step), StepInput))  # type: ignore[method-assign]
+    llm.core.runner.collect = lambda: decode(encode(collect()), StepOutput)  # type: ignore[method-assign]
     assert outputs(run(llm, PROMPTS, MIXED)) == played[2]
     assert_idle(llm)
 
@@ -127,7 +127,8 @@ def test_two_runners_fed_the_same_bytes_agree(tiny_path: Path, played) -> None:
     steps, results, _, llm = played
     other = make_llm(tiny_path, **OPTIONS).core.runner
     for step, result in zip(steps, results, strict=True):
-        assert_same(other.execute(decode(encode(step), StepInput)), result)
+        other.launch(decode(encode(step), StepInput))
+        assert_same(other.collect(), result)
     for mine, theirs in zip(llm.core.runner.kv.layers, other.kv.layers, strict=True):
         assert np.array_equal(mine.k.numpy(), theirs.k.numpy())
         assert np.array_equal(mine.v.numpy(), theirs.v.numpy())
@@ -138,5 +139,8 @@ def test_a_runner_that_misses_a_table_change_disagrees(tiny_path: Path, played) 
     steps, results, _, _ = played
     other = make_llm(tiny_path, **OPTIONS).core.runner
     lossy = [replace(steps[0], table_changes=()), *steps[1:]]
-    tokens = [other.execute(step).token_ids.tolist() for step in lossy]
+    tokens = []
+    for step in lossy:
+        other.launch(step)
+        tokens.append(other.collect().token_ids.tolist())
     assert tokens != [result.token_ids.tolist() for result in results]

@@ -216,7 +216,7 @@ class Disconnect:
             return "gone?"
         for index in sorted(t.index for t in world.tickets if t.key == ticket.key):
             Abort(ticket.key, index).apply(world)
-        world.marks["disconnect in flight"] += world.core.in_flight
+        world.marks["disconnect in flight"] += world.core.num_in_flight > 0
         return f"gone#{ticket.key}"
 
 
@@ -228,8 +228,9 @@ class Retract:
 
     def apply(self, world: World) -> str:
         ticket = world.running(self.place)
-        if ticket is None or world.state_of(ticket).endswith("in-flight") or not _fits(world, ticket):
+        if ticket is None or ticket.request.abort_requested or not _fits(world, ticket):
             return "retract?"
+        world.marks["retract in flight"] += world.state_of(ticket).endswith("in-flight")
         known = ticket.request.num_known
         world.core.scheduler.retract(ticket.request)
         request = ticket.request
@@ -253,7 +254,7 @@ class NotFinite:
 
     def apply(self, world: World) -> str:
         ticket = world.running(self.place)
-        if ticket is None or not world.core.in_flight:
+        if ticket is None or world.core.num_in_flight == 0:
             return "nan?"
         world.runner.nan_row = ticket.request.kv.row
         ticket.is_nan_due = True
