@@ -169,6 +169,7 @@ class ServerArgs:
     reasoning_parser: str = arg(
         "none", "How the model marks its thinking, which goes into reasoning_content.", choices=REASONING_PARSERS
     )
+    no_ui: bool = arg(False, "Serve no page at / and no /kv_picture.")
     log_level: str = arg("info", "What goes to standard error.", choices=("debug", "info", "warning", "error"))
 
     @property

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from engine.assembly import load_tokenizer
 from engine.config import EngineConfig, ServerArgs
 from engine.errors import ConfigError
-from engine.server import control_api, native_api, openai_api, refusals, responses_api
+from engine.server import control_api, native_api, openai_api, page_api, refusals, responses_api
 from engine.server.bounded_http import MAX_HEADER_BYTES, BoundedHttp
 from engine.server.engine_client import EngineClient
 from engine.server.gate import Gate
@@ -39,6 +39,8 @@ def create_app(serving: Serving) -> FastAPI:
     app.state.is_draining = False
     for api in (openai_api, responses_api, native_api, control_api):
         app.include_router(api.router)
+    if not serving.args.no_ui:
+        app.include_router(page_api.router)
     refusals.install(app)
     app.add_middleware(Gate, args=serving.args, metrics=serving.metrics)
     return app

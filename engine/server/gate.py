@@ -16,11 +16,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.config import ServerArgs
+from engine.server import page_api
 from engine.server.metrics import Metrics
 from engine.server.refusals import error_body
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/health_generate"})
-ADMIN_PATHS = frozenset({"/metrics", "/flush_cache", "/pause_generation", "/continue_generation", "/server_info"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/health_generate", *page_api.FILES})
+ADMIN_PATHS = frozenset(
+    {"/metrics", "/flush_cache", "/pause_generation", "/continue_generation", "/server_info", page_api.PICTURE_PATH}
+)
 RETRY_AFTER_S = "1"
 
 
