@@ -249,9 +249,6 @@ def _graph_sizes(config: EngineConfig, capabilities: Capabilities, model: Decode
     """Batch sizes of captured decode steps."""
     if not config.captures_graphs or not capabilities.graph_capture:
         return ()
-    if pool.num_window_pages:
-        logger.info("graphs: none, since layers with a window have pages of their own; see --disable-hybrid-swa-memory")
-        return ()
     if not model.is_static:
         logger.info("graphs: none, since experts are launched as a step's tokens demand; every step runs eagerly")
         return ()

@@ -17,8 +17,9 @@ import numpy.typing as npt
 import torch
 
 from devices.base import Device
-from devices.pages import IntArray, page_count, ragged_positions, ragged_slots
-from engine.graphs import DecodeGraphs, StepColumns
+from devices.pages import page_count, ragged_positions, ragged_slots
+from engine.attention import AttentionGroups, FamilyColumns, StepColumns
+from engine.graphs import DecodeGraphs
 from engine.models.decoder import Decoder
 from engine.sampling.logits import edited, joined, masked, score
 from engine.sampling.sampler import sample
@@ -93,28 +94,8 @@ class ModelRunner:
         self.prepare_s = self.device_s = 0.0
         self._running: deque[_Running] = deque()
         self._sampled = torch.empty(0, dtype=torch.int64, device=device.torch_device)
-        config = model.config
-        by_window = {
-            window: device.attention(config.num_heads, config.num_kv_heads, config.head_dim, window)
-            for window in dict.fromkeys(config.windows)
-        }
-        windowed = next((family.name for family in geometry.families if family.window is not None), "full")
-        family_of = {window: "full" if window is None else windowed for window in by_window}
-        self._backends = {
-            family: [backend for window, backend in by_window.items() if family_of[window] == family]
-            for family in dict.fromkeys(family_of.values())
-        }
-        self._layers = {
-            family: [
-                layer for layer, window in zip(kv.layers, config.windows, strict=True) if family_of[window] == family
-            ]
-            for family in self._backends
-        }
-        self._attention = tuple(by_window[window] for window in config.windows)
-        width = self._tables["full"].shape[1]
-        self._graphs = (
-            DecodeGraphs(model, device, kv.layers, self._page_size, width, graph_sizes) if graph_sizes else None
-        )
+        self._groups = AttentionGroups(device, model.config, geometry)
+        self._graphs = DecodeGraphs(model, device, kv.layers, geometry, graph_sizes) if graph_sizes else None
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -173,7 +154,9 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """Hidden states of the wanted tokens, [wanted, hidden_size]."""
-        return self.model.forward(inputs.token_ids, inputs.positions, self._attention, self.kv.layers, inputs.wanted)
+        return self.model.forward(
+            inputs.token_ids, inputs.positions, self._groups.by_layer, self.kv.layers, inputs.wanted
+        )
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the ids that have a token, float32 [rows, ids]."""
@@ -203,21 +186,16 @@ class ModelRunner:
         """
         self._apply(step.table_changes)
         for copy in step.page_copies:
-            self._device.copy_page(self._layers[copy.family], copy.source, copy.target)
-        ends = step.starts + step.num_new
-        num_pages = page_count(int(ends.max()), self._page_size)
-        columns = self._columns(step, "full", ends, num_pages)
+            layers = [self.kv.layers[layer] for layer in self._groups.layers[copy.family]]
+            self._device.copy_page(layers, copy.source, copy.target)
+        columns = self._columns(step)
         scores_prompt = step.scores is not None and len(step.scores.place) > 0
         if self._graphs is not None and not scores_prompt:
             replay = self._graphs.prepare(columns, self._sampled)
             if replay is not None:
                 return replay
         to = self._device.torch_device
-        for family, backends in self._backends.items():
-            own = columns if family == "full" else self._columns(step, family, ends, num_pages)
-            attention = own.attention(self._page_size, to)
-            for backend in backends:
-                backend.plan(attention)
+        self._groups.plan(columns)
         wanted = np.cumsum(step.num_new, dtype=np.int64) - 1
         if step.scores is not None:
             wanted = np.concatenate([step.scores.place, wanted])
@@ -228,17 +206,16 @@ class ModelRunner:
         )
         return lambda: self.forward(inputs)
 
-    def _columns(self, step: StepInput, family: str, ends: IntArray, num_pages: int) -> StepColumns:
-        """The step on the host, with page tables and slots of one family."""
-        tables = self._tables[family][step.rows, :num_pages]
-        return StepColumns(
-            token_ids=step.token_ids,
-            positions=ragged_positions(step.starts, step.num_new),
-            query_lens=step.num_new,
-            seq_lens=ends,
-            tables=tables,
-            slots=ragged_slots(tables, step.starts, step.num_new, self._page_size),
-        )
+    def _columns(self, step: StepInput) -> StepColumns:
+        ends = step.starts + step.num_new
+        num_pages = page_count(int(ends.max()), self._page_size)
+        families = {}
+        for family in self._groups.by_family:
+            tables = self._tables[family][step.rows, :num_pages]
+            slots = ragged_slots(tables, step.starts, step.num_new, self._page_size)
+            families[family] = FamilyColumns(tables, slots)
+        positions = ragged_positions(step.starts, step.num_new)
+        return StepColumns(step.token_ids, positions, step.num_new, ends, families)
 
     def _apply(self, changes: tuple[TableChange, ...]) -> None:
         for change in changes:

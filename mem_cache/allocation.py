@@ -7,9 +7,8 @@ back. What `release` frees is a pure function of the record. Nobody else frees a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,44 +16,12 @@ from devices.page_pool import PADDING_PAGE, OutOfPages, PageFamilies, PageFamily
 from devices.pages import IntArray, ceil_page, floor_page, is_whole_pages, page_count, window_start
 from mem_cache import coarse
 from mem_cache.growth import Growth, Plan, check_current, grow, plan, plan_release
+from mem_cache.holding import Holding, IdleRows, NoIdleRows
 from mem_cache.kv_info import LadderError, ReqKvInfo
 from mem_cache.rows import OutOfRows, PageCopy, RowPool
 from mem_cache.tree.keys import Namespace, PrefixKey
 from mem_cache.tree.misses import MissReason
 from mem_cache.tree.prefix_tree import NO_PAGES, LockReceipt, Match, PrefixTree
-
-
-@dataclass(slots=True, eq=False)
-class Holding:
-    """What a request or a session holds of the KV: a record, and the receipt that protects the record's prefix.
-
-    A session lends the very same object to its running turn.
-    """
-
-    record: ReqKvInfo
-    lock: LockReceipt | None = None
-
-
-class IdleRows(Protocol):
-    """Rows that nobody computes on; they give way when pages or rows are short."""
-
-    def __iter__(self) -> Iterator[Holding]:
-        """Those that hold a row, least worth keeping first."""
-        ...
-
-    def demote(self, holding: Holding) -> None:
-        """Leave the row's whole pages to the tree and give the row back."""
-        ...
-
-
-class NoIdleRows:
-    """An engine without sessions."""
-
-    def __iter__(self) -> Iterator[Holding]:
-        return iter(())
-
-    def demote(self, holding: Holding) -> None:
-        raise AssertionError(f"{holding.record} is not idle")
 
 
 class KvAllocator:

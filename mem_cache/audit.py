@@ -15,8 +15,9 @@ import numpy as np
 
 from devices.page_pool import PADDING_PAGE, PagePool
 from devices.pages import floor_page, is_whole_pages
-from mem_cache.allocation import Holding, KvAllocator
+from mem_cache.allocation import KvAllocator
 from mem_cache.growth import plan_release
+from mem_cache.holding import Holding
 from mem_cache.tree.node import Node
 from mem_cache.tree.prefix_tree import PrefixTree
 

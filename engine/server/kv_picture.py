@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from engine.core import EngineCore
-from mem_cache.allocation import Holding
+from mem_cache.holding import Holding
 from mem_cache.kv_info import ReqKvInfo
 from session.session import Session
 

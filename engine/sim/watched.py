@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from devices.page_pool import OutOfPages, PageFamilies
 from devices.pages import IntArray
-from mem_cache.allocation import Holding, IdleRows, KvAllocator
+from mem_cache.allocation import KvAllocator
+from mem_cache.holding import Holding, IdleRows
 from mem_cache.kv_info import ReqKvInfo
 from mem_cache.tree.prefix_tree import PrefixTree
 

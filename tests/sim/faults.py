@@ -449,7 +449,7 @@ FAULTS = (
         "engine.scheduler.scheduler:_is_current",
         " and chunk.attempt == request.num_retractions",
         "",
-        "crash",
+        "tokens",
     ),
     # Sessions.
     Fault("a page of two rows is published", f"{ALLOCATOR}._publishable_len", "shared.any()", "False", "audit", "chat"),
