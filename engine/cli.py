@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -135,7 +136,18 @@ def serve(
         from engine.server.app import serve as serve_app
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; pip install 'rung[serve]'") from error
-    sys.exit(serve_app(engine, server))
+    status = serve_app(engine, server)
+    _drop_what_cannot_be_written()
+    sys.exit(status)
+
+
+def _drop_what_cannot_be_written() -> None:
+    """Without this, a full disk beneath stdout would make the interpreter end with a status of its own (120)."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @app.command("bench-serve")

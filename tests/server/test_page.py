@@ -107,6 +107,7 @@ def open_page(browser: Any) -> Iterator[Any]:
 
 
 def test_a_chat_streams_its_row_grows_and_the_next_turn_reuses_it(smollm2_server: Server, open_page, playwright):
+    smollm2_server.post("/flush_cache", {})
     watched = open_page(smollm2_server.url)
     page = watched.page
     page.evaluate(WATCH)

@@ -31,7 +31,9 @@ def test_links_and_files_that_a_page_names_exist(page: Path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_that_a_page_names_exist(page: Path):
     known = (ROOT / "engine/config.py").read_text() + "".join(
-        file.read_text() for file in [*(ROOT / "engine").glob("*.py"), *(ROOT / "scripts").rglob("*")] if file.is_file()
+        file.read_text()
+        for file in [*(ROOT / "engine").glob("*.py"), *(ROOT / "scripts").rglob("*")]
+        if file.is_file() and file.suffix != ".pyc"
     )
     for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", page.read_text()):
         assert flag.replace("-", "_") in known or f"--{flag}" in known, f"{page.name} names --{flag}"
