@@ -29,6 +29,9 @@ from devices.base import AttentionMetadata, KvLayer
 from devices.npu.arguments.attention import BAND, CAUSAL, AttentionShape, PagedAttention
 from devices.npu.arguments.kv_write import KvWrite, host_slots
 
+MOST_MASKED_ALONE = 512
+"""Keys up to which a mask of a single row is known to be obeyed (vllm-ascend #15503): a longer one goes as two rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Group:
@@ -101,12 +104,13 @@ class NpuAttention:
         return out
 
     def _attend(self, q: torch.Tensor, call: PagedAttention, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """q, result: [batch * query_len, num_heads, head_dim]."""
-        checked = call.of(q.view(call.batch, call.query_len, -1), key, value)
+        """q, result: [rows * query_len, num_heads, head_dim]; a call for twice a single row computes it twice."""
+        query = q.view(-1, call.query_len, q.shape[1] * q.shape[2])
+        checked = call.of(query if len(query) == call.batch else query.repeat(call.batch, 1, 1), key, value)
         operator = getattr(self._npu, call.operator)
         if self._fixed is None:
             out: torch.Tensor = operator(*checked.args, **checked.kwargs)[0]
-            return out.view(q.shape)
+            return out[: len(query)].view(q.shape)
         if self._workspace is None:
             self._workspace = self._npu._npu_fused_infer_attention_score_get_max_workspace(
                 *checked.args, **checked.kwargs
@@ -116,7 +120,7 @@ class NpuAttention:
         out = torch.empty_like(checked.args[0])
         unused_lse = torch.empty(1, dtype=q.dtype, device=q.device)
         operator.out(*checked.args, **checked.kwargs, workspace=self._workspace, out=[out, unused_lse])
-        return out.view(q.shape)
+        return out[: len(query)].view(q.shape)
 
     # What a plan is made of.
 
@@ -131,7 +135,10 @@ class NpuAttention:
         places = np.minimum(first[:, None] + np.arange(width), tables.shape[1] - 1)
         tables = tables.gather(1, self._to_device(places.astype(np.int64)))
         mask = self._old_tokens(num_old, width * step.page_size)
-        return PagedAttention(self.shape, step.page_size, 1, (seq_lens - first * step.page_size).tolist(), tables, mask)
+        kv_lens = (seq_lens - first * step.page_size).tolist()
+        if len(kv_lens) == 1 and mask.shape[-1] > MOST_MASKED_ALONE:
+            kv_lens, tables, mask = 2 * kv_lens, tables.repeat(2, 1), mask.repeat(2, 1, 1, 1)
+        return PagedAttention(self.shape, step.page_size, 1, kv_lens, tables, mask)
 
     def _prefill(self, step: AttentionMetadata, row: int) -> PagedAttention:
         num_new, seq_len = int(step.query_lens[row]), int(step.seq_lens[row])
@@ -180,6 +187,11 @@ class NpuAttention:
     def record(self, note: Callable[[str], None] | None) -> None:
         """From now on `note` the operator of each call, whose lengths the graph will have to be told anew."""
         self._record = note
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the last plan's call: a single one may go as two."""
+        return self._groups[0].call.batch
 
     def new_lengths(self) -> dict[str, list[int]]:
         """The lengths of the last plan, as `NPUGraph.update` takes them."""

@@ -98,7 +98,7 @@ class NpuDevice:
         own = [backend for backend in backends if isinstance(backend, NpuAttention)]
         if self._graph_pool is None:
             self._graph_pool = self._runtime.graph_pool_handle()
-        return capture(self._runtime, run, own, num_rows, self._graph_pool)
+        return capture(self._runtime, run, own, self._graph_pool)
 
     def download(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Into pinned memory, for only such a copy lets the host go on."""

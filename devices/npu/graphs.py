@@ -21,12 +21,13 @@ WARM_UPS = 2
 class NpuGraph:
     """See `devices.base.CapturedGraph`."""
 
-    def __init__(self, runtime: Any, graph: Any, calls: Sequence[tuple[str, NpuAttention]], num_rows: int) -> None:
+    def __init__(self, runtime: Any, graph: Any, calls: Sequence[tuple[str, NpuAttention]]) -> None:
         """`runtime`: what has torch.npu's functions; `calls`: operator and backend of each captured call that takes
         lengths, in order."""
-        self._graph, self._num_rows = graph, num_rows
+        self._graph = graph
         self._operators = [operator for operator, _ in calls]
         self._backends = [backend for _, backend in calls]
+        self._num_rows = [backend.num_rows for backend in self._backends]
         self._done = runtime.Event()
         self._done.record()
 
@@ -40,9 +41,7 @@ class NpuGraph:
         self._done.record()
 
 
-def capture(
-    runtime: Any, run: Callable[[], None], backends: Sequence[NpuAttention], num_rows: int, pool: Any
-) -> NpuGraph:
+def capture(runtime: Any, run: Callable[[], None], backends: Sequence[NpuAttention], pool: Any) -> NpuGraph:
     """See `devices.base.Device.capture`; `pool` is memory that all graphs of a device share."""
     for backend in backends:
         backend.fix()
@@ -59,7 +58,7 @@ def capture(
     finally:
         for backend in backends:
             backend.record(None)
-    return NpuGraph(runtime, graph, calls.all, num_rows)
+    return NpuGraph(runtime, graph, calls.all)
 
 
 class _Calls:

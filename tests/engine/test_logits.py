@@ -111,7 +111,7 @@ def test_tiny_logits_equal_transformers(tmp_path, device_name, on_device, name, 
 
 
 def test_rope_scaling_that_is_ignored_would_be_seen(tmp_path):
-    reference = save_tiny_llama(tmp_path, **CONFIGS["rope linear"][1])
+    reference = save_tiny_llama(tmp_path, head_dim=16, **CONFIGS["rope linear"][1])
     llm = make_llm(tmp_path)
     llm.core.runner.model.rope.frequencies.mul_(4.0)
     with pytest.raises(AssertionError):
@@ -156,7 +156,9 @@ def smollm2(smollm2_path: Path) -> tuple[LLM, torch.nn.Module]:
 def test_smollm2_logits_equal_transformers(smollm2, chunk):
     llm, reference = smollm2
     llm.flush_cache()
-    llm.core.scheduler._chunk_tokens = chunk
+    scheduler = llm.core.scheduler
+    least = llm.core.allocator.geometry.page_size if scheduler.capabilities.resume_unit == "page" else 1
+    scheduler._chunk_tokens = None if chunk is None else max(chunk, least)
     text = "Rivers carry water, sand and news from the mountains to the sea; a bridge over one of them is old when"
     assert_logits_equal(llm, reference, llm.tokenizer.encode(text))
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import add, assert_idle, finish_all, make_llm, opened, outputs, prompts_with_shared_heads, run
+from tiny_models import save_tiny_model
 
 from devices.npu.arguments.contract import ContractViolation
 from devices.npu.attention import NpuAttention
@@ -150,6 +151,15 @@ def test_fewer_sizes_are_captured_when_streams_are_short(caplog: pytest.LogCaptu
     assert "10 of 32 batch sizes are captured (8, 32," in caplog.text
     assert graph_sizes(replace(wide, graph_streams=0), 256, 179) == wide.graph_buckets
     assert graph_sizes(replace(wide, graph_capture=False), 256, 2) == ()
+
+
+@pytest.mark.parametrize("choice", ["auto", "off"])
+def test_a_long_window_of_a_single_row_is_obeyed(tmp_path: Path, on_device: str, choice: str) -> None:
+    """A mask of one row hides nothing past key 512 (vllm-ascend #15503), so such a row goes as two."""
+    save_tiny_model(tmp_path, "mistral", sliding_window=600, max_position_embeddings=2048, head_dim=16)
+    prompt = np.random.default_rng(0).integers(3, 290, 900).tolist()
+    exact = make_llm(tmp_path, device="cpu", page_size=128)
+    assert outputs(run(make_llm(tmp_path, graphs=choice), [prompt])) == outputs(run(exact, [prompt]))
 
 
 def test_padded_columns_point_at_the_padding_page() -> None:

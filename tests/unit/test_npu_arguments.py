@@ -152,13 +152,17 @@ VIOLATIONS: list[tuple[str, str, Callable[[], object]]] = [
     ("npu_rotary_mul", "heads are below 1000", lambda: rotary_mul(half(1, 5, 1000, 16), COS, COS)),
     ("npu_swiglu", "the last even", lambda: swiglu(half(5, 15))),
     # Updates of a graph.
-    ("NPUGraph.update", "one update for each of the 2", lambda: graph_update([V1, V1], [kv([1, 2])], 2)),
-    ("NPUGraph.update", "ignored in silence", lambda: graph_update([V1], [{"actual_seq_kvlen": [1, 2]}], 2)),
-    ("NPUGraph.update", "ignored in silence", lambda: graph_update([V1], [{"actual_seq_lengths": [1, 2]}], 2)),
-    ("NPUGraph.update", "ignored in silence", lambda: graph_update([V1], [kv([1, 2]) | {"context_lens": [1, 2]}], 2)),
-    ("NPUGraph.update", "one entry for each of 2 rows", lambda: graph_update([V1], [kv([1])], 2)),
-    ("NPUGraph.update", "list of Python integers", lambda: graph_update([V1], [kv(torch.tensor([1, 2]))], 2)),
-    ("NPUGraph.update", "can be updated", lambda: graph_update(["npu_rms_norm"], [kv([1, 2])], 2)),
+    ("NPUGraph.update", "one update for each of the 2", lambda: graph_update([V1, V1], [kv([1, 2])], [2] * 2)),
+    ("NPUGraph.update", "ignored in silence", lambda: graph_update([V1], [{"actual_seq_kvlen": [1, 2]}], [2])),
+    ("NPUGraph.update", "ignored in silence", lambda: graph_update([V1], [{"actual_seq_lengths": [1, 2]}], [2])),
+    (
+        "NPUGraph.update",
+        "ignored in silence",
+        lambda: graph_update([V1], [kv([1, 2]) | {"context_lens": [1, 2]}], [2]),
+    ),
+    ("NPUGraph.update", "one entry for each of 2 rows", lambda: graph_update([V1], [kv([1])], [2])),
+    ("NPUGraph.update", "list of Python integers", lambda: graph_update([V1], [kv(torch.tensor([1, 2]))], [2])),
+    ("NPUGraph.update", "can be updated", lambda: graph_update(["npu_rms_norm"], [kv([1, 2])], [2])),
 ]
 
 
@@ -222,4 +226,4 @@ def test_good_calls_pass() -> None:
     rotary_mul(X, COS, COS)
     swiglu(half(5, 16))
     update = [kv([3, 1]), {"actual_seq_kvlen": [3, 1], "actual_seq_qlen": [1, 1]}]
-    assert graph_update([V1, V2], update, 2) == update
+    assert graph_update([V1, V2], update, [2] * 2) == update

@@ -25,19 +25,19 @@ KV_KEYS = {V1: "actual_seq_lengths_kv", V2: "actual_seq_kvlen"}
 
 
 def graph_update(
-    captured: Sequence[str], updates: Sequence[dict[str, list[int]]], num_rows: int
+    captured: Sequence[str], updates: Sequence[dict[str, list[int]]], num_rows: Sequence[int]
 ) -> list[dict[str, list[int]]]:
     """Updates for a replay.
 
     Args:
         captured: operators in the order of their capture.
         updates: new lists for each.
-        num_rows: rows of the graph; each list has so many entries.
+        num_rows: of each call; its lists have so many entries.
     """
     if len(updates) != len(captured):
         rule = f"there is one update for each of the {len(captured)} captured calls"
         raise ContractViolation(OPERATOR, rule, len(updates))
-    for operator, update in zip(captured, updates, strict=True):
+    for operator, update, rows in zip(captured, updates, num_rows, strict=True):
         keys = UPDATE_KEYS.get(operator)
         if keys is None:
             raise ContractViolation(OPERATOR, f"only {', '.join(UPDATE_KEYS)} can be updated", operator)
@@ -46,7 +46,7 @@ def graph_update(
             rule = f"{operator} is updated by {KV_KEYS[operator]}, another key is ignored in silence"
             raise ContractViolation(OPERATOR, rule, sorted(update))
         for key, lengths in update.items():
-            check_lengths(OPERATOR, key, lengths, num_rows)
-            if len(lengths) != num_rows:
-                raise ContractViolation(OPERATOR, f"{key} has one entry for each of {num_rows} rows", len(lengths))
+            check_lengths(OPERATOR, key, lengths, rows)
+            if len(lengths) != rows:
+                raise ContractViolation(OPERATOR, f"{key} has one entry for each of {rows} rows", len(lengths))
     return list(updates)
