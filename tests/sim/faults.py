@@ -388,9 +388,38 @@ FAULTS = (
     Fault(
         "a token is drawn for the wrong place",
         "engine.scheduler.columns:_sampling_columns",
-        "request.num_known for",
-        "request.num_known - 1 for",
+        "request.num_known + request.num_ahead for",
+        "request.num_known + request.num_ahead - 1 for",
         "tokens",
+    ),
+    # Steps that run ahead of results.
+    Fault(
+        "a token that nobody saw is drawn for the place before",
+        "engine.scheduler.columns:_sampling_columns",
+        "request.num_known + request.num_ahead for",
+        "request.num_known for",
+        "tokens",
+    ),
+    Fault(
+        "a reference names the first token of the step before",
+        "engine.scheduler.columns:_token_ids",
+        "refer(unseen[request])",
+        "refer(0)",
+        "tokens",
+    ),
+    Fault(
+        "a retraction remembers what was ahead",
+        f"{SCHEDULER}.retract",
+        "request.num_ahead = 0",
+        "pass",
+        "crash",
+    ),
+    Fault(
+        "a result goes to the attempt after it",
+        "engine.scheduler.scheduler:_is_current",
+        " and chunk.attempt == request.num_retractions",
+        "",
+        "crash",
     ),
     # Sessions.
     Fault("a page of two rows is published", f"{ALLOCATOR}._publishable_len", "shared.any()", "False", "audit", "chat"),

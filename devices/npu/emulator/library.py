@@ -71,6 +71,8 @@ def _launch(operator: _Operator) -> Callable[..., Any]:
             if isinstance(value, torch.Tensor):
                 if value.is_cpu:
                     _check_host_tensor(operator, name)
+                    if observers.capture is not None:
+                        values[name] = snapshot(value)  # lists are new ones already
                     continue
                 if _is_host(operator, name) and strictness().host_lists:
                     raise ContractViolation("host-lists", operator.name, f"{name} is on the NPU; it must be on the CPU")
@@ -80,11 +82,6 @@ def _launch(operator: _Operator) -> Callable[..., Any]:
                 values[name] = host
             elif isinstance(value, list):
                 values[name] = [_list_item(item, faces) for item in value]
-        if observers.capture is not None:
-            values = {
-                name: snapshot(value) if name in operator.host_lists or _is_host(operator, name) else value
-                for name, value in values.items()
-            }
         result = operator.kernel(**values)
         made: list[torch.Tensor] = []
         given = _give(result, faces, index, made)

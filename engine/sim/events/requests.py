@@ -228,8 +228,9 @@ class Retract:
 
     def apply(self, world: World) -> str:
         ticket = world.running(self.place)
-        if ticket is None or world.state_of(ticket).endswith("in-flight") or not _fits(world, ticket):
+        if ticket is None or ticket.request.abort_requested or not _fits(world, ticket):
             return "retract?"
+        world.marks["retract in flight"] += world.state_of(ticket).endswith("in-flight")
         known = ticket.request.num_known
         world.core.scheduler.retract(ticket.request)
         request = ticket.request
