@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 LATENCIES_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0, 300.0)
 
 
+GRAPH_STEPS = "graph_steps_"
+"""Start of the names of those figures (`engine.runner.ModelRunner.counts`)."""
+
+
 class EngineGauges(Collector):
     """The engine's own figures, from its latest sign of life."""
 
@@ -60,6 +64,13 @@ class EngineGauges(Collector):
         ):
             owners.add_metric([owner], count * page)
         yield owners
+        steps = GaugeMetricFamily(
+            "rung:decode_graph_steps", "Steps by how they ran, where there are graphs.", labels=["how"]
+        )
+        for name, count in stats.items():
+            if name.startswith(GRAPH_STEPS):
+                steps.add_metric([name.removeprefix(GRAPH_STEPS)], count)
+        yield steps
 
 
 class Metrics:
