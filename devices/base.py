@@ -189,6 +189,38 @@ class Operators(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How to choose a token of each row of logits; host, all [rows].
+
+    Attributes:
+        temperature: float32, 0 is greedy; top_k: int32, -1 is all; top_p, min_p: float32.
+        uniform: float64 in [0, 1), the row's own number: with the logits it decides the choice.
+    """
+
+    temperature: npt.NDArray[np.float32]
+    top_k: IntArray
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    uniform: npt.NDArray[np.float64]
+
+
+class Sampler(Protocol):
+    """Chooses tokens where the logits are; a device without one leaves it to `engine.sampling`, whose choice it is."""
+
+    def sample(self, logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token of each row of `logits`, float32 [rows, vocab_size].
+
+        Returns:
+            int64 [rows], and whether each row's logits were numbers, bool [rows]; the token of others means nothing.
+        """
+        ...
+
+    def log_normaliser(self, logits: torch.Tensor) -> torch.Tensor:
+        """What a logit is more than its logprob: `logsumexp` of each row, float32 [rows]."""
+        ...
+
+
 class Device(Protocol):
     """One opened device."""
 
@@ -208,6 +240,9 @@ class Device(Protocol):
 
     @property
     def operators(self) -> Operators: ...
+
+    @property
+    def sampler(self) -> Sampler | None: ...
 
     def memory(self) -> MemoryInfo: ...
 

@@ -178,12 +178,18 @@ class PageFamily:
         tokens_per_page: how many of the row's tokens one page stands for.
         window: tokens behind the newest one that are still read; None reads everything.
         derived_from: name of the family whose page ids it shares (it has no pool of its own), or None.
+        ratio: tokens that one entry of a page stands for; 1 unless the cache is compressed.
     """
 
     name: str
     tokens_per_page: int
     window: int | None = None
     derived_from: str | None = None
+    ratio: int = 1
+
+    @property
+    def entries_per_page(self) -> int:
+        return self.tokens_per_page // self.ratio
 
 
 class PageFamilies:
@@ -206,7 +212,30 @@ class PageFamilies:
         for name, need in demand.items():
             if need > self.pools[name].num_free:
                 raise OutOfPages(need, self.pools[name].num_free, name)
-        return {name: self.pools[name].alloc(need) for name, need in demand.items()}
+        taken: dict[str, IntArray] = {}
+        try:
+            for name, need in demand.items():
+                taken[name] = self.pools[name].alloc(need)
+        except BaseException:
+            self.release(taken)
+            raise
+        return taken
+
+    def retain(self, pages: Mapping[str, IntArray]) -> None:
+        """Add one owner to each page of each family, or to none: PageError when one of them has no owner."""
+        done: dict[str, IntArray] = {}
+        try:
+            for name, ids in pages.items():
+                self.pools[name].retain(ids)
+                done[name] = ids
+        except BaseException:
+            self.release(done)
+            raise
+
+    def release(self, taken: Mapping[str, IntArray]) -> None:
+        """Drop one owner of each page of each family."""
+        for name, pages in taken.items():
+            self.pools[name].release(pages)
 
     def fence(self, why: str) -> dict[str, Fence]:
         return {name: pool.fence(why) for name, pool in self.pools.items()}

@@ -7,6 +7,7 @@ here is `align_resume`: how much of KV that already exists a new computation may
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +40,20 @@ def page_counts(lengths: IntArray, page_size: int) -> IntArray:
     return -(-lengths // page_size)
 
 
+def page_split(length: int, page_size: int) -> tuple[int, int]:
+    """Whole pages of `length` tokens, and how many tokens lie behind them."""
+    return divmod(length, page_size)
+
+
+def page_spans(start: int, end: int, page_size: int) -> Iterator[tuple[int, int, int]]:
+    """Tokens `[start, end)` of a row page by page: which of the row's pages, and its slots `[lo, hi)`."""
+    while start < end:
+        page, lo = divmod(start, page_size)
+        hi = min(page_size, lo + end - start)
+        yield page, lo, hi
+        start += hi - lo
+
+
 def is_whole_pages(length: int, page_size: int) -> bool:
     return length % page_size == 0
 
@@ -50,6 +65,59 @@ def align_resume(length: int, page_size: int, capabilities: Capabilities) -> int
     border, so up to `page_size - 1` tokens are computed again.
     """
     return length if capabilities.resume_unit == "token" else floor_page(length, page_size)
+
+
+# Compressed caches (DeepSeek-V4): one entry stands for `ratio` consecutive tokens. A page of ratio 4 is derived: a
+# token's slot and its position agree modulo the page size, so the entry of the group that a slot closes is `slot // 4`
+# and its page has the full page's id. Entries of ratio 128 live in *sidecar* pages of their own, `entries_per_page` to
+# a page, so such a page stands for `ratio * entries_per_page` tokens.
+
+
+def is_slot_aligned(slot: int, position: int, page_size: int) -> bool:
+    """The invariant that derived caches rest on: a token's place in its page is its position's."""
+    return slot % page_size == position % page_size
+
+
+def derived_slots(slots: npt.NDArray[np.int64], ratio: int) -> npt.NDArray[np.int64]:
+    """Entries that full slots close, int64: of the last token of each group of `ratio`; padding (< 0) closes none."""
+    closing: npt.NDArray[np.int64] = slots[(slots >= 0) & (slots % ratio == ratio - 1)] // ratio
+    return closing
+
+
+def new_entries(start: int, end: int, ratio: int) -> range:
+    """Numbers of the compressed entries that a row's tokens `[start, end)` complete."""
+    return range(start // ratio, max(start // ratio, end // ratio))
+
+
+def num_sidecar_pages(start: int, end: int, ratio: int, entries_per_page: int) -> int:
+    """Sidecar pages that a row needs beside those of `[0, start)` when it has `end` tokens."""
+    return max(0, page_count(end // ratio, entries_per_page) - page_count(start // ratio, entries_per_page))
+
+
+def sidecar_slots(pages: IntArray, entries: range, entries_per_page: int) -> npt.NDArray[np.int64]:
+    """Slots of a row's compressed entries; `pages` are its sidecar pages from its first on."""
+    return slots_of(pages, entries.start, entries.stop, entries_per_page)
+
+
+def last_sidecar_slot(pages: IntArray, start: int, ratio: int, entries_per_page: int) -> int:
+    """Slot of the last entry that `start` tokens have, -1 when they have none."""
+    count = start // ratio
+    return -1 if count == 0 else int(sidecar_slots(pages, range(count - 1, count), entries_per_page)[0])
+
+
+def sidecar_range(start: int, end: int, ratio: int, entries_per_page: int) -> range:
+    """Which of a row's sidecar pages a transfer of tokens `[start, end)` touches; a started one goes along."""
+    first = start // (ratio * entries_per_page)
+    return range(first, max(first, page_count(end // ratio, entries_per_page)))
+
+
+def window_start(length: int, window: int, page_size: int) -> int:
+    """Tokens before here are not read again by a window over `window` tokens, once `length` are committed; whole pages.
+
+    The row may still be cut to the page border at or before `length` and continue from there, so a prefix of
+    `floor_page(length)` tokens has its window whole.
+    """
+    return max(0, floor_page(length, page_size) - ceil_page(window, page_size))
 
 
 def slots_of(pages: IntArray, start: int, end: int, page_size: int) -> npt.NDArray[np.int64]:

@@ -31,8 +31,8 @@ from mem_cache.allocation import KvAllocator
 from mem_cache.kv_info import RowGeometry
 from mem_cache.pools import AttentionKv, attention_kv
 from mem_cache.rows import RowPool
-from mem_cache.sizing import DoesNotFit, PoolSize, attention_token_bytes, size_pools
-from mem_cache.tree.components import FullPages
+from mem_cache.sizing import DoesNotFit, PoolSize, WindowLayers, attention_token_bytes, size_pools
+from mem_cache.tree.components import components_of
 from mem_cache.tree.events import KvEventLog
 from mem_cache.tree.prefix_tree import PrefixTree
 from session.session import SessionLimits
@@ -74,31 +74,22 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
 
     total_bytes = device.memory().total_bytes
     model, report = load_model(source, dtype, device, context_len, progress)
-    token_bytes = attention_token_bytes(
-        model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, kv_dtype.itemsize
-    )
-    try:
-        pool = size_pools(
-            budget_bytes=int(total_bytes * config.mem_fraction) - report.num_bytes,
-            token_bytes=token_bytes,
-            page_size=page_size,
-            context_len=context_len,
-            max_total_tokens=config.memory.max_total_tokens,
-            max_running_requests=config.memory.max_running_requests,
-        )
-    except DoesNotFit as error:
-        raise ConfigError(str(error)) from error
+    chunk = chunk_tokens(config.chunk_tokens, capabilities, page_size)
+    layer_bytes = attention_token_bytes(1, model_config.num_kv_heads, model_config.head_dim, kv_dtype.itemsize)
+    windowed = None if config.memory.disable_hybrid_swa_memory else windowed_layers(model_config, layer_bytes, chunk)
+    budget_bytes = int(total_bytes * config.mem_fraction) - report.num_bytes
+    pool = _pool_size(config, model_config, windowed, budget_bytes, layer_bytes, page_size, context_len)
 
     events = KvEventLog() if config.cache.enable_kv_cache_events else None
-    allocator = _allocator(config, pool, page_size, events)
-    kv = _kv(device, model_config, pool, page_size, kv_dtype)
+    allocator = _allocator(config, pool, page_size, windowed, events)
+    kv = _kv(device, model_config, pool, page_size, kv_dtype, has_window_pages=windowed is not None)
     scheduler = Scheduler(
         allocator,
         capabilities,
         policy=config.schedule.schedule_policy,
         conservativeness=config.schedule.schedule_conservativeness,
         preemption_threshold=config.schedule.priority_scheduling_preemption_threshold,
-        chunk_tokens=chunk_tokens(config.chunk_tokens, capabilities, page_size),
+        chunk_tokens=chunk,
     )
     vocab_size = min(model_config.vocab_size, tokenizer.vocab_size)
     sizes = _graph_sizes(config, capabilities, model, pool)
@@ -116,6 +107,30 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
     )
     _announce(capabilities, pool, page_size, context_len, config)
     return Assembly(core, tokenizer, config, model_config, device, pool, events)
+
+
+def _pool_size(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    windowed: WindowLayers | None,
+    budget_bytes: int,
+    layer_bytes: int,
+    page_size: int,
+    context_len: int,
+) -> PoolSize:
+    full_layers = model_config.num_layers if windowed is None else model_config.windows.count(None)
+    try:
+        return size_pools(
+            budget_bytes=budget_bytes,
+            token_bytes=full_layers * layer_bytes,
+            page_size=page_size,
+            context_len=context_len,
+            max_total_tokens=config.memory.max_total_tokens,
+            max_running_requests=config.memory.max_running_requests,
+            windowed=windowed,
+        )
+    except DoesNotFit as error:
+        raise ConfigError(str(error)) from error
 
 
 def _open(config: EngineConfig) -> Device:
@@ -213,12 +228,14 @@ def _check_attention(model_config: ModelConfig, device: Device) -> None:
         )
 
 
-def _kv(device: Device, model: ModelConfig, pool: PoolSize, page_size: int, dtype: torch.dtype) -> AttentionKv:
+def _kv(
+    device: Device, model: ModelConfig, pool: PoolSize, page_size: int, dtype: torch.dtype, *, has_window_pages: bool
+) -> AttentionKv:
+    num_pages = [pool.num_window_pages if has_window_pages and w is not None else pool.num_pages for w in model.windows]
     try:
         return attention_kv(
             device,
-            num_layers=model.num_layers,
-            num_pages=pool.num_pages,
+            num_pages=num_pages,
             page_size=page_size,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
@@ -241,12 +258,32 @@ def _graph_sizes(config: EngineConfig, capabilities: Capabilities, model: Decode
     return sizes
 
 
-def _allocator(config: EngineConfig, pool: PoolSize, page_size: int, events: KvEventLog | None) -> KvAllocator:
-    family = PageFamily("full", page_size)
-    families = PageFamilies([(family, pool.num_pages)])
-    rows = RowPool(pool.num_rows, RowGeometry(page_size, pool.row_width, (family,)))
-    component = FullPages(families.pools[family.name])
-    tree = PrefixTree((component,), page_size, config.cache.radix_eviction_policy, events)
+def windowed_layers(config: ModelConfig, layer_bytes: int, chunk: int | None) -> WindowLayers | None:
+    """Layers that get pages of their own, given back behind their window.
+
+    None when all layers are alike: the prefix tree's pages are those of layers that read everything, so a model whose
+    layers all have a window keeps and masks.
+
+    Args:
+        layer_bytes: of one token's keys and values in one layer.
+    """
+    windows = [window for window in config.windows if window is not None]
+    if not windows or len(windows) == len(config.windows):
+        return None
+    return WindowLayers(len(windows) * layer_bytes, max(windows), chunk)
+
+
+def _allocator(
+    config: EngineConfig, pool: PoolSize, page_size: int, windowed: WindowLayers | None, events: KvEventLog | None
+) -> KvAllocator:
+    shape = [(PageFamily("full", page_size), pool.num_pages)]
+    if windowed is not None:
+        shape.append((PageFamily("window", page_size, window=windowed.window), pool.num_window_pages))
+    families = PageFamilies(shape)
+    geometry = RowGeometry(page_size, pool.row_width, tuple(family for family, _ in shape))
+    rows = RowPool(pool.num_rows, geometry)
+    components = components_of(geometry, families)
+    tree = PrefixTree(components, page_size, config.cache.radix_eviction_policy, events)
     return KvAllocator(families, rows, tree, caching=not config.cache.disable_radix_cache)
 
 
@@ -259,7 +296,7 @@ def _announce(
         "kv: %d tokens (%.2f GiB) in pages of %d, %d rows; cached prefixes are reused by the page, a held row by the "
         "%s; checkpoint interval: none (no recurrent layers); context %d",
         capacity,
-        pool.num_pages * pool.page_bytes / 2**30,
+        pool.num_bytes / 2**30,
         page_size,
         pool.num_rows,
         capabilities.resume_unit,

@@ -189,17 +189,22 @@ def sim(
     steps: Annotated[int, typer.Option(help="Steps of a seed in which events happen; then everything must end.")] = 500,
     profile: Annotated[
         str,
-        typer.Option(help="Which worlds: mixed, tiny, wide, chat, siblings, trouble, branches, canary (must fail)."),
+        typer.Option(
+            help="Which worlds: mixed, tiny, wide, chat, siblings, trouble, branches, all in turn, canary (must fail)."
+        ),
     ] = "mixed",
     minutes: Annotated[float, typer.Option(help="Run seeds for so long instead.")] = 0.0,
+    summary: Annotated[
+        Path | None, typer.Option(help="Add what ran to this JSON file, and go on behind the seeds that it has.")
+    ] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print a line for each step.")] = False,
 ) -> None:
     """Simulate the engine without a model, with every fault switched on. See docs/simulator.md."""
     from engine.sim.profiles import PROFILES
-    from engine.sim.run import simulate
+    from engine.sim.run import ALL, simulate
 
-    if profile not in PROFILES:
-        raise BadRequest("profile", profile, f"is none of: {', '.join(PROFILES)}")
+    if profile not in (*PROFILES, ALL):
+        raise BadRequest("profile", profile, f"is none of: {', '.join((*PROFILES, ALL))}")
     code = simulate(
         seed=seed,
         num_seeds=seeds,
@@ -208,6 +213,7 @@ def sim(
         minutes=minutes,
         is_verbose=verbose,
         say=print,
+        summary=summary,
     )
     raise typer.Exit(code)
 

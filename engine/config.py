@@ -90,6 +90,9 @@ class MemoryArgs:
         "NPUs.",
         choices=("auto", "token", "page"),
     )
+    disable_hybrid_swa_memory: bool = arg(
+        False, "Keep the KV that layers with a sliding window do not read any more, instead of giving its pages back."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +154,11 @@ class ServerArgs:
     share_prefix_across_keys: bool = arg(False, "Let clients with different keys reuse each other's cached prefixes.")
     max_concurrent_requests: int = arg(512, "Requests served at once; more get 503 and when to try again.")
     max_body_bytes: int = arg(8 << 20, "Largest request body.")
+    max_stored_responses: int = arg(1024, "Most answers of /v1/responses that are kept; the oldest go first.")
+    stored_response_ttl_s: float = arg(3600.0, "Seconds that an answer of /v1/responses is kept.")
+    client_timeout_s: float = arg(
+        60.0, "Seconds that a client may take to send its request, or to take what was sent; then it is cut off."
+    )
     drain_timeout_s: float = arg(30.0, "Seconds that SIGTERM leaves to requests in flight.")
     watchdog_timeout_s: float = arg(300.0, "Seconds that a step may take before /health says that it hangs.")
     tool_call_parser: str = arg(
@@ -161,6 +169,7 @@ class ServerArgs:
     reasoning_parser: str = arg(
         "none", "How the model marks its thinking, which goes into reasoning_content.", choices=REASONING_PARSERS
     )
+    no_ui: bool = arg(False, "Serve no page at / and no /kv_picture.")
     log_level: str = arg("info", "What goes to standard error.", choices=("debug", "info", "warning", "error"))
 
     @property
@@ -308,6 +317,9 @@ _RANGES: dict[str, tuple[Any, str]] = {
     "port": (lambda n: 0 <= n < 65536, "from 0 to 65535"),
     "max_concurrent_requests": _AT_LEAST_ONE,
     "max_body_bytes": (lambda n: n >= 1024, "at least 1024"),
+    "max_stored_responses": _AT_LEAST_ONE,
+    "stored_response_ttl_s": (lambda x: 0 < x < 1e8, "above 0 and below 1e8"),
+    "client_timeout_s": (lambda x: 0 < x < 86400, "above 0 and below 86400"),
     "drain_timeout_s": (lambda x: 0 <= x < 86400, "from 0 to 86400"),
     "watchdog_timeout_s": (lambda x: 0 < x < 86400, "above 0 and below 86400"),
     "max_sessions": _AT_LEAST_ONE,

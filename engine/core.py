@@ -27,6 +27,7 @@ from engine.text.stream import TextStream
 from mem_cache.allocation import KvAllocator
 from mem_cache.audit import Violation, audit
 from mem_cache.tree.keys import Namespace
+from mem_cache.tree.misses import MISS_REASONS
 from session.branching import SessionParams
 from session.controller import SessionController
 from session.session import SessionLimits
@@ -382,10 +383,13 @@ class EngineCore:
             "free_rows": rows.num_free,
             "num_running": len(self.scheduler.running),
             "num_waiting": len(self.scheduler.waiting),
+            "num_prefilling": sum(request.num_output == 0 for request in self.scheduler.running),
             "num_retracted_total": self.scheduler.num_retracted,
             "prompt_tokens_total": self.scheduler.num_prompt_tokens,
             "cached_tokens_total": self.scheduler.num_cached_tokens,
             "num_sessions": num_sessions,
             "session_held_tokens": held_tokens,
+            "evicted_tokens_total": tree.misses.num_evicted * tree.page_size,
+            **{f"prefix_miss_{reason}_total": self.scheduler.misses[reason] for reason in MISS_REASONS},
             **self.runner.counts,
         }

@@ -11,69 +11,18 @@ import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from devices.base import AttentionBackend, AttentionMetadata, Capabilities, Device, KvLayer
+from devices.base import Capabilities, Device, KvLayer
 from devices.page_pool import PADDING_PAGE
-from devices.pages import IntArray
+from engine.attention import AttentionGroups, FamilyColumns, StepColumns
 from engine.models.decoder import Decoder
+from mem_cache.kv_info import RowGeometry
+from mem_cache.rows import table_width
 
 logger = logging.getLogger("rung")
-
-
-@dataclass(frozen=True, slots=True)
-class StepColumns:
-    """A step on the host, before anything of it is on the device.
-
-    Attributes:
-        token_ids: int32 [tokens]; below 0 a reference to a token of the step before (`engine.step.refer`).
-        positions: int32 [tokens].
-        query_lens, seq_lens: int32 [batch], see `AttentionMetadata`.
-        tables: page ids, int32 [batch, pages].
-        slots: int64 [tokens].
-    """
-
-    token_ids: IntArray
-    positions: IntArray
-    query_lens: IntArray
-    seq_lens: IntArray
-    tables: IntArray
-    slots: npt.NDArray[np.int64]
-
-    def attention(self, page_size: int, device: torch.device) -> AttentionMetadata:
-        tables = torch.from_numpy(self.tables).to(device)
-        return AttentionMetadata(self.query_lens, self.seq_lens, tables, self.slots, page_size)
-
-    def tokens_on(self, device: torch.device, sampled: torch.Tensor) -> torch.Tensor:
-        """The token ids on the device, int64 [tokens]; `sampled`: what the step before sampled, int64."""
-        token_ids = torch.from_numpy(self.token_ids.astype(np.int64)).to(device)
-        return resolved(token_ids, sampled) if self.token_ids.min() < 0 else token_ids
-
-    def padded(self, size: int) -> StepColumns:
-        """With rows of padding up to `size`; each writes a slot of its own in the padding page."""
-        num = size - len(self.query_lens)
-        zeros, ones = np.zeros(num, dtype=np.int32), np.ones(num, dtype=np.int32)
-        return StepColumns(
-            np.concatenate([self.token_ids, zeros]),
-            np.concatenate([self.positions, zeros]),
-            np.concatenate([self.query_lens, ones]),
-            np.concatenate([self.seq_lens, ones]),
-            np.pad(self.tables, ((0, num), (0, 0)), constant_values=PADDING_PAGE),
-            np.concatenate([self.slots, np.arange(num, dtype=np.int64)]),
-        )
-
-
-def resolved(token_ids: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-    """`token_ids` with each reference replaced by the token of the step before, on the device; int64 [tokens].
-
-    Args:
-        sampled: what that step sampled, int64 [at least 1].
-    """
-    return torch.where(token_ids < 0, sampled[(-1 - token_ids).clamp(0, len(sampled) - 1)], token_ids)
 
 
 def graph_sizes(capabilities: Capabilities, num_rows: int, num_layers: int) -> tuple[int, ...]:
@@ -115,19 +64,17 @@ class DecodeGraphs:
         model: Decoder,
         device: Device,
         layers: Sequence[KvLayer],
-        page_size: int,
-        table_width: int,
+        geometry: RowGeometry,
         sizes: Sequence[int],
     ) -> None:
         """Captures at once, the largest first, so that the others find the memory that it took.
 
         Args:
-            table_width: pages of the longest row.
             sizes: batch sizes, ascending; `graph_sizes`.
         """
         self.counts: Counter[str] = Counter()
-        self._page_size = page_size
-        captured = [_Graph(model, device, layers, page_size, table_width, size) for size in reversed(sizes)]
+        self._page_size = geometry.page_size
+        captured = [_Graph(model, device, layers, geometry, size) for size in reversed(sizes)]
         self._graphs = captured[::-1]
         self._sizes = list(sizes)
 
@@ -156,33 +103,21 @@ class _Graph:
     """One batch size: the tensors that the graph reads and writes, and its attention backends."""
 
     def __init__(
-        self,
-        model: Decoder,
-        device: Device,
-        layers: Sequence[KvLayer],
-        page_size: int,
-        table_width: int,
-        size: int,
+        self, model: Decoder, device: Device, layers: Sequence[KvLayer], geometry: RowGeometry, size: int
     ) -> None:
-        self._device, self._page_size, self._size = device.torch_device, page_size, size
-        config = model.config
-        by_window: dict[int | None, AttentionBackend] = {
-            window: device.attention(config.num_heads, config.num_kv_heads, config.head_dim, window)
-            for window in dict.fromkeys(config.windows)
-        }
-        self._backends = tuple(by_window.values())
-        attention = [by_window[window] for window in config.windows]
+        self._device, self._size = device.torch_device, size
+        self._attention = AttentionGroups(device, model.config, geometry)
         self._token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
         self._positions = torch.zeros(size, dtype=torch.int32, device=self._device)
         wanted = torch.arange(size, device=self._device)
-        self._plan(_nobodys(size, table_width))
+        self._attention.plan(_nobodys(size, geometry))
         outputs: list[torch.Tensor] = []
 
         @torch.inference_mode()
         def run() -> None:
-            outputs[:] = [model.forward(self._token_ids, self._positions, attention, layers, wanted)]
+            outputs[:] = [model.forward(self._token_ids, self._positions, self._attention.by_layer, layers, wanted)]
 
-        self._captured = device.capture(run, self._backends, size)
+        self._captured = device.capture(run, self._attention.backends, size)
         self._hidden = outputs[0]
 
     @torch.inference_mode()
@@ -190,7 +125,7 @@ class _Graph:
         padded = step.padded(self._size)
         self._token_ids.copy_(padded.tokens_on(self._device, sampled))
         self._positions.copy_(torch.from_numpy(padded.positions))
-        planned = self._plan(padded)
+        planned = self._attention.plan(padded)
 
         def run() -> torch.Tensor:
             self._captured.replay(planned)
@@ -198,15 +133,13 @@ class _Graph:
 
         return run
 
-    def _plan(self, step: StepColumns) -> AttentionMetadata:
-        planned = step.attention(self._page_size, self._device)
-        for backend in self._backends:
-            backend.plan(planned)
-        return planned
 
-
-def _nobodys(size: int, table_width: int) -> StepColumns:
+def _nobodys(size: int, geometry: RowGeometry) -> StepColumns:
     """A step to capture. Its slots are the first ones of all: at that time no page is anybody's."""
     zeros, ones = np.zeros(size, dtype=np.int32), np.ones(size, dtype=np.int32)
-    tables = np.full((size, table_width), PADDING_PAGE, dtype=np.int32)
-    return StepColumns(zeros, zeros, ones, ones, tables, np.arange(size, dtype=np.int64))
+    slots = np.arange(size, dtype=np.int64)
+    families = {
+        family.name: FamilyColumns(np.full((size, table_width(geometry, family)), PADDING_PAGE, dtype=np.int32), slots)
+        for family in geometry.families
+    }
+    return StepColumns(zeros, zeros, ones, ones, families)

@@ -12,7 +12,7 @@ import numpy as np
 from devices.pages import IntArray
 from engine.sampling.grammar import GrammarState
 from engine.sampling.params import SamplingParams
-from mem_cache.allocation import Holding
+from mem_cache.holding import Holding
 from mem_cache.kv_info import Owner, OwnerKind, ReqKvInfo, RowGeometry, Turn
 from mem_cache.tree.keys import Namespace
 from mem_cache.tree.prefix_tree import LockReceipt

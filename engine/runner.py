@@ -18,7 +18,8 @@ import torch
 
 from devices.base import Device
 from devices.pages import page_count, ragged_positions, ragged_slots
-from engine.graphs import DecodeGraphs, StepColumns
+from engine.attention import AttentionGroups, FamilyColumns, StepColumns
+from engine.graphs import DecodeGraphs
 from engine.models.decoder import Decoder
 from engine.sampling.logits import edited, joined, masked, score
 from engine.sampling.sampler import sample
@@ -93,17 +94,8 @@ class ModelRunner:
         self.prepare_s = self.device_s = 0.0
         self._running: deque[_Running] = deque()
         self._sampled = torch.empty(0, dtype=torch.int64, device=device.torch_device)
-        config = model.config
-        by_window = {
-            window: device.attention(config.num_heads, config.num_kv_heads, config.head_dim, window)
-            for window in dict.fromkeys(config.windows)
-        }
-        self._backends = tuple(by_window.values())
-        self._attention = tuple(by_window[window] for window in config.windows)
-        width = self._tables["full"].shape[1]
-        self._graphs = (
-            DecodeGraphs(model, device, kv.layers, self._page_size, width, graph_sizes) if graph_sizes else None
-        )
+        self._groups = AttentionGroups(device, model.config, geometry)
+        self._graphs = DecodeGraphs(model, device, kv.layers, geometry, graph_sizes) if graph_sizes else None
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -119,12 +111,12 @@ class ModelRunner:
         forward = self._prepare(step)
         started = time.perf_counter()
         hidden = forward()
-        to = hidden.device
         ends = hidden[len(hidden) - len(step.rows) :]
-        where = None if step.is_sampled.all() else torch.from_numpy(np.flatnonzero(step.is_sampled)).to(to)
+        where = None if step.is_sampled.all() else torch.from_numpy(np.flatnonzero(step.is_sampled)).to(hidden.device)
         logits = self._logits(ends if where is None else ends[where])
         choices = logits if step.edits is None else edited(logits, step.edits)
-        sampled = sample(choices if step.allowed is None else masked(choices, step.allowed), step.sampling)
+        choices = choices if step.allowed is None else masked(choices, step.allowed)
+        sampled = sample(choices, step.sampling, self._device.sampler)
         self._sampled = torch.where(sampled.is_finite, sampled.token_ids, 0)
         # A chunk without logits is judged by its last hidden state: attention carries a NaN of its KV there.
         results = torch.isfinite(ends).all(dim=-1).to(torch.int32) - 1
@@ -162,7 +154,9 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
         """Hidden states of the wanted tokens, [wanted, hidden_size]."""
-        return self.model.forward(inputs.token_ids, inputs.positions, self._attention, self.kv.layers, inputs.wanted)
+        return self.model.forward(
+            inputs.token_ids, inputs.positions, self._groups.by_layer, self.kv.layers, inputs.wanted
+        )
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the ids that have a token, float32 [rows, ids]."""
@@ -178,10 +172,12 @@ class ModelRunner:
         for first in range(0, num_prompt, SCORE_BLOCK):
             last = min(first + SCORE_BLOCK, num_prompt)
             extra = _extras(wanted, first, last, hidden.device)
-            parts.append(score(self._logits(hidden[first:last]), targets[first:last], wanted.top_n, *extra))
+            parts.append(
+                score(self._logits(hidden[first:last]), targets[first:last], wanted.top_n, *extra, self._device.sampler)
+            )
         rows = torch.from_numpy(wanted.sampled_row.astype(np.int64)).to(hidden.device)
         extra = _extras(wanted, num_prompt, num_prompt + len(rows), hidden.device)
-        return joined([*parts, score(logits[rows], token_ids[rows], wanted.top_n, *extra)])
+        return joined([*parts, score(logits[rows], token_ids[rows], wanted.top_n, *extra, self._device.sampler)])
 
     def _prepare(self, step: StepInput) -> Callable[[], torch.Tensor]:
         """Bring page tables up to date, plan attention, put the step's columns on the device.
@@ -190,25 +186,16 @@ class ModelRunner:
         """
         self._apply(step.table_changes)
         for copy in step.page_copies:
-            self._device.copy_page(self.kv.layers, copy.source, copy.target)
-        ends = step.starts + step.num_new
-        num_pages = page_count(int(ends.max()), self._page_size)
-        tables = self._tables["full"][step.rows, :num_pages]
-        columns = StepColumns(
-            token_ids=step.token_ids,
-            positions=ragged_positions(step.starts, step.num_new),
-            query_lens=step.num_new,
-            seq_lens=ends,
-            tables=tables,
-            slots=ragged_slots(tables, step.starts, step.num_new, self._page_size),
-        )
-        replay = None if self._graphs is None else self._graphs.prepare(columns, self._sampled)
-        if replay is not None:
-            return replay
+            layers = [self.kv.layers[layer] for layer in self._groups.layers[copy.family]]
+            self._device.copy_page(layers, copy.source, copy.target)
+        columns = self._columns(step)
+        scores_prompt = step.scores is not None and len(step.scores.place) > 0
+        if self._graphs is not None and not scores_prompt:
+            replay = self._graphs.prepare(columns, self._sampled)
+            if replay is not None:
+                return replay
         to = self._device.torch_device
-        attention = columns.attention(self._page_size, to)
-        for backend in self._backends:
-            backend.plan(attention)
+        self._groups.plan(columns)
         wanted = np.cumsum(step.num_new, dtype=np.int64) - 1
         if step.scores is not None:
             wanted = np.concatenate([step.scores.place, wanted])
@@ -218,6 +205,17 @@ class ModelRunner:
             torch.from_numpy(wanted).to(to),
         )
         return lambda: self.forward(inputs)
+
+    def _columns(self, step: StepInput) -> StepColumns:
+        ends = step.starts + step.num_new
+        num_pages = page_count(int(ends.max()), self._page_size)
+        families = {}
+        for family in self._groups.by_family:
+            tables = self._tables[family][step.rows, :num_pages]
+            slots = ragged_slots(tables, step.starts, step.num_new, self._page_size)
+            families[family] = FamilyColumns(tables, slots)
+        positions = ragged_positions(step.starts, step.num_new)
+        return StepColumns(step.token_ids, positions, step.num_new, ends, families)
 
     def _apply(self, changes: tuple[TableChange, ...]) -> None:
         for change in changes:

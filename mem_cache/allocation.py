@@ -1,168 +1,27 @@
-"""Pages and rows for records: four ways in, one way out, and the hand-over to the prefix tree.
+"""Pages and rows for records: one way in, one way out, and the hand-over to the prefix tree.
 
-Every way in is plan -> check -> commit. A plan is arithmetic on the records; `commit` evicts exactly what the plan
-lacks, takes everything or nothing, and only then moves records and rows. What `release` frees is a pure function of
-the record. Nobody else frees a row's pages.
-
-    0        protected                     committed            scheduled      allocated
-    |  the tree's counts  |  the row's own counts, one for each page of the full family  |
+The way in is plan -> check -> commit. A plan (`growth.py`) is arithmetic on the records; `commit` evicts exactly what
+the plan lacks, takes pages of every family and rows, and then moves the records; wherever that fails, everything goes
+back. What `release` frees is a pure function of the record. Nobody else frees a row's pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from devices.page_pool import OutOfPages, PageFamilies
-from devices.pages import IntArray, ceil_page, floor_page, is_whole_pages, page_count
-from mem_cache.kv_info import LadderError, ReqKvInfo, RowGeometry
+from devices.page_pool import PADDING_PAGE, OutOfPages, PageFamilies, PageFamily
+from devices.pages import IntArray, ceil_page, floor_page, is_whole_pages, page_count, window_start
+from mem_cache import coarse
+from mem_cache.growth import Growth, Plan, check_current, grow, plan, plan_release
+from mem_cache.holding import Holding, IdleRows, NoIdleRows
+from mem_cache.kv_info import LadderError, ReqKvInfo
 from mem_cache.rows import OutOfRows, PageCopy, RowPool
 from mem_cache.tree.keys import Namespace, PrefixKey
-from mem_cache.tree.prefix_tree import LockReceipt, Match, PrefixTree
-
-
-@dataclass(slots=True, eq=False)
-class Holding:
-    """What a request or a session holds of the KV: a record, and the receipt that protects the record's prefix.
-
-    A session lends the very same object to its running turn.
-    """
-
-    record: ReqKvInfo
-    lock: LockReceipt | None = None
-
-
-class IdleRows(Protocol):
-    """Rows that nobody computes on; they give way when pages or rows are short."""
-
-    def __iter__(self) -> Iterator[Holding]:
-        """Those that hold a row, least worth keeping first."""
-        ...
-
-    def demote(self, holding: Holding) -> None:
-        """Leave the row's whole pages to the tree and give the row back."""
-        ...
-
-
-class NoIdleRows:
-    """An engine without sessions."""
-
-    def __iter__(self) -> Iterator[Holding]:
-        return iter(())
-
-    def demote(self, holding: Holding) -> None:
-        raise AssertionError(f"{holding.record} is not idle")
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """One record climbs: `start -> target`, both whole pages.
-
-    Attributes:
-        start: tokens that have pages already: the row's, or the matched prefix's.
-        num_pages: new pages of each family.
-        prefix: pages that a record without a row starts from, by family.
-        protected: how much of the prefix is the tree's, whole pages.
-    """
-
-    record: ReqKvInfo
-    start: int
-    target: int
-    num_pages: int
-    prefix: Mapping[str, IntArray]
-    protected: int = 0
-
-    @property
-    def needs_row(self) -> bool:
-        return self.record.req_pool_idx is None
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a step needs. `num_pages` counts for each family that has a pool."""
-
-    growths: tuple[Growth, ...]
-    num_rows: int
-    num_pages: int
-
-
-class PageRange(NamedTuple):
-    """Pages of a row's tokens `[start, end)`, whole pages of `family`."""
-
-    family: str
-    start: int
-    end: int
-
-
-# The four ways in: each only says how far a record must climb. LadderError: further than its row is wide.
-
-
-def extend(record: ReqKvInfo, seq_len: int, prefix: Mapping[str, IntArray] | None = None) -> Growth:
-    """Room for a prefill or chunk that ends at `seq_len`; a record without a row starts from `prefix`."""
-    return _growth(record, seq_len, prefix)
-
-
-def decode(record: ReqKvInfo, num_tokens: int = 1) -> Growth:
-    """Room for `num_tokens` behind what is launched; inside a page it needs nothing."""
-    return _growth(record, record.kv_scheduled_len + num_tokens, None)
-
-
-def speculate(record: ReqKvInfo, reserve: int) -> Growth:
-    """Room for `reserve` tokens behind what is committed: a draft may write them all and lose them again."""
-    return _growth(record, record.kv_committed_len + reserve, None)
-
-
-def prealloc(record: ReqKvInfo, length: int, prefix: Mapping[str, IntArray] | None = None) -> Growth:
-    """Room for `length` tokens that a remote writer will fill; nothing of it is scheduled."""
-    return _growth(record, length, prefix)
-
-
-def _growth(record: ReqKvInfo, length: int, prefix: Mapping[str, IntArray] | None) -> Growth:
-    page_size = record.geometry.page_size
-    start = record.kv_allocated_len if prefix is None else len(prefix["full"]) * page_size
-    target = max(start, ceil_page(length, page_size))
-    if target > record.geometry.row_width:
-        raise LadderError("reserve", target, record, "target <= row width")
-    return Growth(record, start, target, page_count(target - start, page_size), prefix or {}, start)
-
-
-def plan(growths: Iterable[Growth]) -> Plan:
-    """Sum up what the growths take. Pure."""
-    items = tuple(growths)
-    num_rows = sum(growth.needs_row for growth in items)
-    return Plan(items, num_rows, sum(growth.num_pages for growth in items))
-
-
-def _check_current(wanted: Plan) -> None:
-    """A plan is good for the records as they were: each once, each where the plan found it."""
-    seen: set[int] = set()
-    for growth in wanted.growths:
-        record = growth.record
-        if id(record) in seen or not (growth.needs_row or record.kv_allocated_len == growth.start):
-            raise LadderError("commit of a plan", growth.target, record, "each record once, where the plan found it")
-        seen.add(id(record))
-
-
-def plan_release(record: ReqKvInfo, geometry: RowGeometry) -> tuple[PageRange, ...]:
-    """What the row owns, page range by page range; the tree's part and what the window let go are not in it. Pure.
-
-    full     |  tree's  |  free [protected, allocated)                       |
-    window   |  tree's  |  free  | gone [dead_lo, cursor) |  free            |
-    """
-    lo, hi = record.cache_protected_len, record.kv_allocated_len
-    ranges: list[PageRange] = []
-    for family in geometry.families:
-        if family.derived_from is not None:
-            continue
-        if family.window is None or record.swa_evicted_seqlen <= (dead_lo := record.swa_dead_lo(geometry.page_size)):
-            ranges.append(PageRange(family.name, lo, hi))
-        else:
-            ranges.append(PageRange(family.name, lo, dead_lo))
-            ranges.append(PageRange(family.name, record.swa_evicted_seqlen, hi))
-    return tuple([part for part in ranges if part.start < part.end])
+from mem_cache.tree.misses import MissReason
+from mem_cache.tree.prefix_tree import NO_PAGES, LockReceipt, Match, PrefixTree
 
 
 class KvAllocator:
@@ -180,27 +39,34 @@ class KvAllocator:
         self.caching = caching
         self.geometry = rows.geometry
         self.idle: IdleRows = NoIdleRows()
-        self._pool_names = tuple(families.pools)
-        self._pools = tuple(families.pools.values())
-        for name in self._pool_names:
-            if families.families[name].tokens_per_page != self.geometry.page_size:
-                raise ValueError(f"{families.families[name]}: its pages are not of the row's {self.geometry.page_size}")
+        owned = [family for family in self.geometry.families if family.derived_from is None]
+        if set(families.pools) != {family.name for family in owned} or owned[0].name != "full":
+            raise ValueError(f"the pools are {list(families.pools)}, a row's families {[f.name for f in owned]}")
+        self._own = tuple(owned)
+        self._full = families.pools["full"]
+        self._paged = tuple(family.name for family in owned if not self.geometry.is_coarse(family))
+        self._coarse = tuple(family for family in owned if self.geometry.is_coarse(family))
+        self._windowed = tuple(family for family in owned if family.window is not None)
         self._copies: list[PageCopy] = []
 
     @property
     def num_available(self) -> int:
-        """Pages of the scarcest family that a plan could get now: free, or the tree's and unlocked."""
-        return min([pool.num_free for pool in self._pools]) + self.tree.num_evictable
+        """Full pages that a plan could get now: free, or the tree's and unlocked.
+
+        Pools of the other families are made large enough to be never the scarcer ones (`sizing.py`); `lacking_pages`
+        looks at all of them.
+        """
+        return self._full.num_free + self.tree.num_evictable
 
     @property
     def num_arriving(self) -> int:
-        """Pages that become free without anybody's help: somebody still reads or writes them."""
-        return min([pool.num_pending for pool in self._pools])
+        """Full pages that become free without anybody's help: somebody still reads or writes them."""
+        return self._full.num_pending
 
     @property
     def num_pages(self) -> int:
-        """Pages of the scarcest family, in any hands."""
-        return min([pool.num_pages for pool in self._pools])
+        """Full pages, in any hands."""
+        return self._full.num_pages
 
     @property
     def num_reclaimable(self) -> int:
@@ -209,7 +75,7 @@ class KvAllocator:
         if not idle:
             return 0
         unlocked = self.tree.num_pages_behind([holding.lock for holding in idle if holding.lock is not None])
-        return unlocked + min(self.num_held_only_by(idle, name) for name in self._pool_names)
+        return unlocked + self.num_held_only_by(idle)
 
     def num_held_only_by(self, holdings: Iterable[Holding], family: str = "full") -> int:
         """Pages of a family whose every count is one of these rows'."""
@@ -230,8 +96,26 @@ class KvAllocator:
         return max(0, lacking - self.num_reclaimable) if lacking > 0 else 0
 
     def lacking_pages(self, wanted: Plan) -> int:
-        """Pages that the plan needs and that cannot be had."""
-        return self.lacking(wanted.num_pages)
+        """Pages that the plan needs and that cannot be had: of the full family, or of another if that is worse."""
+        others = [self._lacking_of(name, need) for name, need in self._demand(wanted).items() if name != "full"]
+        return max([self.lacking(wanted.num_pages), *others])
+
+    def _lacking_of(self, family: str, num_pages: int) -> int:
+        """How many pages of a family neither the pool, nor a fence, nor the tree, nor idle rows can give."""
+        pool = self.families.pools[family]
+        lacking = num_pages - pool.num_free - pool.num_pending
+        if lacking <= 0:
+            return 0
+        idle = list(self.idle)
+        locks = [holding.lock for holding in idle if holding.lock is not None]
+        given_up = self.tree.num_evictable_of(family, locks) + self.num_held_only_by(idle, family)
+        return max(0, lacking - given_up)
+
+    def _demand(self, wanted: Plan) -> dict[str, int]:
+        demand = dict.fromkeys(self._paged, wanted.num_pages)
+        for family in self._coarse:
+            demand[family.name] = wanted.num_coarse.get(family.name, 0)
+        return demand
 
     def has_row(self) -> bool:
         """Whether a record without a row could get one."""
@@ -244,51 +128,116 @@ class KvAllocator:
             OutOfRows, OutOfPages: something lacks; no page, row, record or tree node was touched. Behind a fence,
                 pages evicted for the plan are pending: nothing lacks, OutOfPages means that they arrive later.
             LadderError: a record is not where the plan found it, or is named twice; nothing was touched.
+            Anything else that goes wrong on the way: pages and rows went back, records are where they were.
         """
-        _check_current(wanted)
+        check_current(wanted)
         if wanted.num_rows > self.rows.num_free and wanted.num_rows > self.rows.num_free + len(list(self.idle)):
             raise OutOfRows(wanted.num_rows, self.rows.num_free)
         if self.lacking_pages(wanted):
             raise OutOfPages(wanted.num_pages, self.num_available)
         if wanted.num_pages == 0 and wanted.num_rows == 0:
             return
-        self._make_room(wanted.num_rows, wanted.num_pages)
-        taken = self.families.alloc(dict.fromkeys(self._pool_names, wanted.num_pages))
-        first = 0
-        for growth in wanted.growths:
-            last = first + growth.num_pages
-            if last > first or growth.needs_row:
-                self._grow(growth, {name: pages[first:last] for name, pages in taken.items()})
-            first = last
+        demand = self._demand(wanted)
+        self._make_room(wanted.num_rows, demand)
+        taken = self.families.alloc(demand)
+        undo: list[tuple[Growth, dict[str, IntArray] | None]] = []
+        num_copies = len(self._copies)
+        try:
+            first = dict.fromkeys(demand, 0)
+            for growth in wanted.growths:
+                if not growth.num_pages and not growth.needs_row:
+                    continue
+                new = {}
+                for name, pages in taken.items():
+                    n = growth.num_pages if name in self._paged else growth.num_coarse.get(name, 0)
+                    new[name] = pages[first[name] : first[name] + n]
+                    first[name] += n
+                undo.append((growth, None if growth.needs_row else coarse.entries(self.rows, self._coarse, growth)))
+                self._grow(growth, new)
+        except BaseException:
+            for growth, before in undo:
+                self._shrink(growth, before)
+            del self._copies[num_copies:]
+            self.families.release(taken)
+            raise
 
-    def _make_room(self, num_rows: int, num_pages: int) -> None:
+    def _make_room(self, num_rows: int, demand: Mapping[str, int]) -> None:
         """Let idle rows go until the tree and the free list can give what is wanted; then evict exactly the rest."""
-        if num_rows > self.rows.num_free or num_pages > self.num_available + self.num_arriving:
+        num_pages = demand["full"]
+        if num_rows > self.rows.num_free or self._is_short(demand):
             for holding in list(self.idle):
                 self.idle.demote(holding)
-                if num_rows <= self.rows.num_free and num_pages <= self.num_available + self.num_arriving:
+                if num_rows <= self.rows.num_free and not self._is_short(demand):
                     break
-        free = min([pool.num_free for pool in self._pools])
+        free = self._full.num_free
         if num_pages > free + self.num_arriving:
             self.tree.evict(num_pages - free - self.num_arriving)
+        for name in [name for name in demand if name != "full"]:
+            pool = self.families.pools[name]
+            if demand[name] > pool.num_free + pool.num_pending:
+                self.tree.evict_family(name, demand[name] - pool.num_free - pool.num_pending)
+
+    def _is_short(self, demand: Mapping[str, int]) -> bool:
+        """Whether a family has fewer pages than wanted: free, arriving, or the tree's and not needed by a lock."""
+        if demand["full"] > self.num_available + self.num_arriving:
+            return True
+        for name in [name for name in demand if name != "full"]:
+            pool = self.families.pools[name]
+            lacking = demand[name] - pool.num_free - pool.num_pending
+            if lacking > 0 and lacking > self.tree.num_evictable_of(name):
+                return True
+        return False
 
     def _grow(self, growth: Growth, pages: Mapping[str, IntArray]) -> None:
         record, start = growth.record, growth.start
         if growth.needs_row:
-            record.bind(self.rows.alloc())
-            for family, prefix in growth.prefix.items():
-                self.rows.write(family, record.row, 0, prefix)
-            record.adopt(growth.protected)
+            self._bind(record)
+            for name in self._paged if growth.prefix else ():
+                self.rows.write(name, record.row, 0, growth.prefix[name])
+            record.adopt(growth.protected, growth.swa_evicted)
         if growth.num_pages:
-            for family, new in pages.items():
-                self.rows.write(family, record.row, page_count(start, self.geometry.page_size), new)
+            for name in self._paged:
+                self.rows.write(name, record.row, page_count(start, self.geometry.page_size), pages[name])
+        for family in self._coarse:
+            self._copies += coarse.grow(self.rows, family, growth, pages[family.name])
         record.reserve(growth.target)
+
+    def _bind(self, record: ReqKvInfo) -> None:
+        row = self.rows.alloc()
+        try:
+            record.bind(row)
+        except BaseException:
+            self.rows.free(row)
+            raise
+
+    def _shrink(self, growth: Growth, before: Mapping[str, IntArray] | None) -> None:
+        """Undo `_grow`, however far it came; `before`: what the row's coarse tables named, None when it had no row."""
+        record, row = growth.record, growth.record.req_pool_idx
+        if row is None:
+            return
+        if before is None:
+            self.rows.free(row)
+            record.mark_released()
+            return
+        for name in self._paged:
+            unnamed = np.full(growth.num_pages, PADDING_PAGE, dtype=np.int32)
+            self.rows.write(name, row, page_count(growth.start, self.geometry.page_size), unnamed)
+        coarse.restore(self.rows, self._coarse, growth, before)
+        if record.kv_allocated_len == growth.target:
+            record.reserve(growth.start)
 
     def match(self, tokens: IntArray, namespace: Namespace) -> Match:
         """The longest prefix of `tokens` that the tree has, whole pages, at most `len - 1`: one must be computed."""
         if not self.caching:
             return Match((), 0)
         return self.tree.match(PrefixKey(tokens[:-1], self.geometry.page_size, namespace))
+
+    def miss_reason(self, tokens: IntArray, namespace: Namespace, match: Match) -> MissReason | None:
+        """Why a `match` of these tokens is shorter than it could be; None when it is not."""
+        if not self.caching:
+            return "disabled"
+        key = PrefixKey(tokens[:-1], self.geometry.page_size, namespace)
+        return self.tree.why_shorter(key, match) if key.num_pages else "below_page"
 
     def publish(
         self, record: ReqKvInfo, tokens: IntArray, namespace: Namespace, lock: LockReceipt, priority: int = 0
@@ -312,16 +261,26 @@ class KvAllocator:
         end, protected = key.num_pages * page_size, record.cache_protected_len
         if end <= protected:
             return lock
-        own = {name: self.rows.pages(name, record.row, 0, end) for name in self._pool_names}
-        inserted = self.tree.insert(key, own, priority)
+        inserted = self.tree.insert(key, self._held(record.row, end), priority)
         new_lock = self.tree.lock(inserted.end)
         first, known = page_count(protected, page_size), inserted.num_known
-        for name in self._pool_names if known > first else ():
-            self.rows.write(name, record.row, first, self.tree.pages(new_lock, name)[first:known])
-            self.families.pools[name].release(own[name][first:known])
+        for name in self._paged if known > first else ():
+            own = self.rows.pages(name, record.row, protected, known * page_size)
+            trees = np.where(own == PADDING_PAGE, own, self.tree.pages(new_lock, name)[first:known])
+            self.rows.write(name, record.row, first, trees)
+            self.families.pools[name].release(own[own != trees])
+        for family in self._coarse:
+            given_up = coarse.give_up(self.rows, family, record, end, self.tree.row_pages(new_lock)[family.name])
+            self.families.pools[family.name].release(given_up)
         record.protect(end)
+        self.slide_window(record)  # the new lock keeps one window: what the row names before that is not its any more
         self.tree.unlock(lock)
         return new_lock
+
+    def _held(self, row: int, end: int) -> dict[str, IntArray]:
+        """For each family, the row's page that serves each full page of `[0, end)`."""
+        held = {name: self.rows.pages(name, row, 0, end) for name in self._paged}
+        return held | {family.name: coarse.held(self.rows, family, row, end) for family in self._coarse}
 
     def _publishable_len(self, record: ReqKvInfo, tokens: IntArray, namespace: Namespace) -> int:
         """How much of the committed part the tree may take: it stops at a page that another row holds as well.
@@ -331,14 +290,16 @@ class KvAllocator:
         page_size, lo = self.geometry.page_size, record.cache_protected_len
         length = min(record.kv_committed_len, len(tokens))
         end = floor_page(length, page_size)
-        for name in self._pool_names if end > lo else ():
+        for name in self._paged if end > lo else ():
             shared = self.families.pools[name].refcounts()[self.rows.pages(name, record.row, lo, end)] > 1
             if shared.any():
-                known = self.tree.match(PrefixKey(tokens[:end], page_size, namespace)).num_pages
+                known = self.tree.known_pages(PrefixKey(tokens[:end], page_size, namespace), name)
                 first = page_count(lo, page_size)
-                ours = np.flatnonzero(shared[max(0, known - first) :])
+                # Where the tree has a page ours is a duplicate; where it has let a window's go ours would fill in.
+                shared[: max(0, len(known) - first)] &= known[first:] == PADDING_PAGE
+                ours = np.flatnonzero(shared)
                 if len(ours):
-                    end = (max(known, first) + int(ours[0])) * page_size
+                    end = (first + int(ours[0])) * page_size
         return end
 
     def fork(self, parent: ReqKvInfo, lock: LockReceipt, child: ReqKvInfo, length: int) -> LockReceipt:
@@ -363,18 +324,65 @@ class KvAllocator:
         page_size = self.geometry.page_size
         shared = floor_page(length, page_size)
         protected = min(parent.cache_protected_len, shared)
-        pages = {name: self.rows.pages(name, parent.row, 0, ceil_page(length, page_size)) for name in self._pool_names}
+        pages = {f.name: self.rows.pages(f.name, parent.row, 0, ceil_page(length, page_size)) for f in self._own}
         in_tree, whole = page_count(protected, page_size), page_count(shared, page_size)
-        growth = extend(child, length, {name: ids[:whole] for name, ids in pages.items()})
-        self.commit(plan([replace(growth, protected=protected)]))
-        for name, ids in pages.items():
-            self.families.pools[name].retain(ids[in_tree:whole])
-            if length > shared:
-                new = int(self.rows.pages(name, child.row, shared, shared + page_size)[0])
-                self._copies.append(PageCopy(name, int(ids[whole]), new))
+        prefix = {name: ids[:whole] if name in self._paged else ids for name, ids in pages.items()}
+        both = {name: pages[name][in_tree:whole] for name in self._paged}
+        for family in self._coarse:
+            lo, hi = (floor_page(n, family.tokens_per_page) for n in (protected, length))
+            both[family.name] = self.rows.pages(family.name, parent.row, lo, hi)
+        both = {name: ids[ids != PADDING_PAGE] for name, ids in both.items()}
+        self.families.retain(both)
+        try:
+            growth = grow(child, length, prefix, protected)
+            self.commit(plan([replace(growth, swa_evicted=min(parent.swa_evicted_seqlen, protected))]))
+        except BaseException:
+            self.families.release(both)
+            raise
+        for name in self._paged if length > shared else ():
+            new = int(self.rows.pages(name, child.row, shared, shared + page_size)[0])
+            self._copies.append(PageCopy(name, int(pages[name][whole]), new))
         child.schedule(length)
         child.commit(length)
-        return self.tree.lock_again(lock, in_tree)
+        if self._windowed and parent.swa_evicted_seqlen > child.swa_dead_lo(page_size):
+            child.slide_window(parent.swa_evicted_seqlen)
+        own_lock = self.tree.lock_again(lock, in_tree)
+        if child.kv_allocated_len == protected:
+            # It has no copy yet of a coarse page that it ends in: it will make one of the tree's, which its lock keeps.
+            for family in self._coarse:
+                self.rows.write(family.name, child.row, 0, self.tree.row_pages(own_lock)[family.name])
+        return own_lock
+
+    def slide_window(self, record: ReqKvInfo) -> None:
+        """Give back the window's pages that no later token reads, and stop naming what the row's lock does not keep.
+
+        0            window_start(protected)   protected     window_start(committed - 1)   committed   allocated
+        |  not named  |  the tree's, one window |   given back    |  kept: the window, whole pages  |        |
+                       (not named either, once the row gave something back behind it)
+
+        The last committed token may be taken back: a step that was planned early may have computed it for nobody.
+        """
+        page_size = self.geometry.page_size
+        for family in self._windowed:
+            assert family.window is not None
+            lo = max(record.swa_dead_lo(page_size), record.swa_evicted_seqlen)
+            end = window_start(max(0, record.kv_committed_len - 1), family.window, page_size)
+            unread = window_start(record.cache_protected_len, family.window, page_size)
+            if lo < end:
+                given_up, unread = self._unname(family.name, record.row, lo, end), record.cache_protected_len
+                record.slide_window(end)
+                self.families.pools[family.name].release(given_up)
+            self._unname(family.name, record.row, 0, unread)
+
+    def _unname(self, family: str, row: int, start: int, end: int) -> IntArray:
+        """Entries of the row's tokens `[start, end)` become the padding page; returns the pages that they named."""
+        if start >= end or not self.rows.pages(family, row, end - self.geometry.page_size, end).any():
+            return NO_PAGES
+        pages = self.rows.pages(family, row, start, end)
+        first = int((pages != PADDING_PAGE).argmax())
+        nothing = np.full(len(pages) - first, PADDING_PAGE, dtype=np.int32)
+        self.rows.write(family, row, page_count(start, self.geometry.page_size) + first, nothing)
+        return pages[first:]
 
     def trim(self, record: ReqKvInfo) -> None:
         """Give back the pages behind what is scheduled.
@@ -383,22 +391,34 @@ class KvAllocator:
         |  tree's   |   readable   |  kept     |      given back     |
         """
         end, allocated = ceil_page(record.kv_scheduled_len, self.geometry.page_size), record.kv_allocated_len
+        if self._coarse and end == record.cache_protected_len:
+            end = min(end + self.geometry.page_size, allocated)  # it keeps its copy of a page that the tree has part of
         if end == allocated:
             return
-        for name in self._pool_names:
-            self.families.pools[name].release(self.rows.pages(name, record.row, end, allocated))
+        for family in self._own:
+            self.families.pools[family.name].release(self.rows.pages(family.name, record.row, end, allocated))
         record.reserve(end)
 
     def shares_tail(self, record: ReqKvInfo) -> bool:
         """Whether the page that the row writes next holds readable tokens and is another row's, or the tree's, too."""
-        end, page_size = record.kv_scheduled_len, self.geometry.page_size
-        if record.req_pool_idx is None or is_whole_pages(end, page_size):
-            return False
-        lo, hi = floor_page(end, page_size), ceil_page(end, page_size)
-        return any(
-            (self.families.pools[name].refcounts()[self.rows.pages(name, record.row, lo, hi)] > 1).any()
-            for name in self._pool_names
-        )
+        return bool(self._shared_tails(record))
+
+    def _shared_tails(self, record: ReqKvInfo) -> list[PageFamily]:
+        """Families whose page at the end of the row another row holds as well."""
+        end = record.kv_scheduled_len
+        if record.req_pool_idx is None:
+            return []
+        return [f for f in self._own if not is_whole_pages(end, f.tokens_per_page) and self._is_shared(f, record, end)]
+
+    def _is_shared(self, family: PageFamily, record: ReqKvInfo, end: int) -> bool:
+        lo = floor_page(end, family.tokens_per_page)
+        page = self.rows.pages(family.name, record.row, lo, ceil_page(end, family.tokens_per_page))
+        counts = self.families.pools[family.name].refcounts()[page]
+        if self.geometry.is_coarse(family):
+            # What the tree knows of such a page is left alone by whoever writes behind it.
+            is_own = record.kv_allocated_len > record.cache_protected_len
+            return is_own and bool((counts - self.tree.num_counts(family.name, page) > 1).any())
+        return bool((counts > 1).any())
 
     def unshare_tail(self, record: ReqKvInfo) -> None:
         """Let idle rows go until none shares the page that the row writes next: then it needs no copy of its own."""
@@ -410,22 +430,25 @@ class KvAllocator:
     def own_tail(self, record: ReqKvInfo) -> None:
         """Replace a shared page that the row is about to write by a copy, which the next step makes first.
 
-        A rewind may end inside a page that a fork shares: written in place, it would change the other row.
+        A rewind may end inside a page that a fork shares: written in place, it would change the other row. Whoever
+        rewinds gives the pages behind back (`trim`), so there is one such page of each family at most.
 
         Raises OutOfPages: nothing changed.
         """
-        if not self.shares_tail(record):
+        shared = self._shared_tails(record)
+        if not shared:
             return
         if self.lacking(1):
             raise OutOfPages(1, self.num_available)
-        self._make_room(0, 1)
-        taken = self.families.alloc(dict.fromkeys(self._pool_names, 1))
-        page_size = self.geometry.page_size
-        lo = floor_page(record.kv_scheduled_len, page_size)
-        for name, new in taken.items():
-            old = self.rows.pages(name, record.row, lo, lo + page_size)
+        demand = {"full": 0} | {family.name: 1 for family in shared}
+        self._make_room(0, demand)
+        taken = self.families.alloc(demand)
+        for family in shared:
+            name, new = family.name, taken[family.name]
+            lo = floor_page(record.kv_scheduled_len, family.tokens_per_page)
+            old = self.rows.pages(name, record.row, lo, lo + family.tokens_per_page)
             self._copies.append(PageCopy(name, int(old[0]), int(new[0])))
-            self.rows.write(name, record.row, page_count(lo, page_size), new)
+            self.rows.write(name, record.row, page_count(lo, family.tokens_per_page), new)
             self.families.pools[name].release(old)
 
     def take_copies(self) -> tuple[PageCopy, ...]:

@@ -37,6 +37,17 @@ class RowGeometry:
     def __post_init__(self) -> None:
         if not is_whole_pages(self.row_width, self.page_size):
             raise ValueError(f"row_width={self.row_width} is not whole pages of {self.page_size}")
+        for family in self.families:
+            if not is_whole_pages(family.tokens_per_page, self.page_size):
+                raise ValueError(f"{family}: its pages are not whole pages of the row's {self.page_size} tokens")
+            if not is_whole_pages(self.page_size, family.ratio):
+                raise ValueError(f"{family}: a page of {self.page_size} tokens ends inside an entry")
+        if sum(family.window is not None for family in self.families) > 1:
+            raise ValueError("a row has one window cursor: layers with windows share a family, of the largest window")
+
+    def is_coarse(self, family: PageFamily) -> bool:
+        """Whether a page of the family stands for several pages of the row: a row's own part may start inside one."""
+        return family.tokens_per_page > self.page_size
 
 
 class OwnerKind(Enum):
@@ -202,17 +213,20 @@ class ReqKvInfo:
             raise LadderError("bind", row, self, "no row is bound and the row is not the padding row 0")
         self._row = row
 
-    def adopt(self, n: int) -> None:
+    def adopt(self, n: int, swa_evicted: int = 0) -> None:
         """Start from a matched prefix: `[0, n)` is the tree's and readable.
 
             0           protected = committed = scheduled = allocated -> n
             |  tree's   |
 
-        Raises LadderError unless the record is empty and `n` is whole pages within the row.
+        Args:
+            swa_evicted: the window's cursor, when another row that had let go of its window there is forked.
+        Raises LadderError unless the record is empty and `swa_evicted <= n` are whole pages within the row.
         """
-        if self._allocated != 0 or not self._is_page_border(n):
+        if self._allocated != 0 or not self._is_page_border(n) or not 0 <= swa_evicted <= n:
             raise LadderError("adopt", n, self, "allocated == 0 and n is whole pages <= row width")
         self._protected = self._committed = self._scheduled = self._allocated = n
+        self._swa_evicted = swa_evicted
 
     def reserve(self, n: int) -> None:
         """Set the end of the allocated part, growing or giving back reserved pages.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from devices.base import Device, KvLayer
 
 @dataclass(frozen=True, slots=True)
 class AttentionKv:
-    """Keys and values of a group of attention layers that share page tables.
+    """Keys and values of all attention layers; those of one page family share page tables.
 
     Attributes:
         layers: one `KvLayer` each, in the model's order; page 0 is the padding page.
@@ -27,15 +28,15 @@ class AttentionKv:
 def attention_kv(
     device: Device,
     *,
-    num_layers: int,
-    num_pages: int,
+    num_pages: Sequence[int],
     page_size: int,
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
 ) -> AttentionKv:
-    """Zeroed KV for `num_pages` pages and the padding page."""
+    """Zeroed KV; `num_pages`: of each layer, without the padding page."""
     layers = (
-        device.kv_layer(index, num_pages + 1, page_size, num_kv_heads, head_dim, dtype) for index in range(num_layers)
+        device.kv_layer(index, pages + 1, page_size, num_kv_heads, head_dim, dtype)
+        for index, pages in enumerate(num_pages)
     )
     return AttentionKv(tuple(layers))

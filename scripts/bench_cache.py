@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from devices.page_pool import PageFamilies, PageFamily
 from devices.pages import IntArray, ceil_page, page_count
-from mem_cache.allocation import KvAllocator, decode, extend, plan
+from mem_cache.allocation import KvAllocator
+from mem_cache.growth import decode, extend, plan
 from mem_cache.kv_info import ReqKvInfo, RowGeometry
 from mem_cache.rows import RowPool
 from mem_cache.tree.components import FullPages

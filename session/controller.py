@@ -14,8 +14,9 @@ from typing import Any
 from devices.base import Capabilities
 from devices.page_pool import OutOfPages
 from devices.pages import IntArray
-from mem_cache.allocation import Holding, KvAllocator
+from mem_cache.allocation import KvAllocator
 from mem_cache.audit import Violation
+from mem_cache.holding import Holding
 from mem_cache.kv_info import Turn
 from mem_cache.rows import OutOfRows
 from mem_cache.tree.keys import Namespace

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from devices.base import Capabilities
 from devices.pages import IntArray, align_resume
-from mem_cache.allocation import Holding, KvAllocator
+from mem_cache.allocation import KvAllocator
+from mem_cache.holding import Holding
 from mem_cache.kv_info import Owner, OwnerKind, OwnershipError, ReqKvInfo, Turn
 from mem_cache.tree.keys import Namespace
 

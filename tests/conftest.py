@@ -15,6 +15,9 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", action="append", choices=DEVICE_NAMES, help="run device tests on this device")
+    folder = "~/.cache/rung/ascend-lowering"
+    parser.addoption("--ascend-lowering", default=folder, help="where scripts/npu/lowering_env put the compilers")
+    parser.addoption("--families-states", type=int, default=1500, help="states of tests/property/test_families.py")
 
 
 def chosen_devices(metafunc: pytest.Metafunc) -> tuple[str, ...]:
@@ -39,3 +42,10 @@ def device_name(request: pytest.FixtureRequest) -> str:
     if isinstance(opened, str):
         pytest.skip(f"{name}: {opened}")
     return name
+
+
+@pytest.fixture
+def families_states(request: pytest.FixtureRequest) -> int:
+    """How many states the walks through page families visit, all geometries together."""
+    number: int = request.config.getoption("--families-states")
+    return number

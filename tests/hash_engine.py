@@ -62,9 +62,9 @@ class HashExecutor:
         self.version = 0
         self.fail_next = 0
         self.prepare_s = self.device_s = 0.0
-        self.counts: dict[str, int] = {}
         self._launched: deque[StepInput] = deque()
         self._sampled: list[int] = []
+        self.counts: dict[str, int] = {}
 
     def launch(self, step: StepInput) -> None:
         self._launched.append(step)

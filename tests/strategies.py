@@ -18,7 +18,7 @@ from devices.pages import IntArray
 from mem_cache.allocation import KvAllocator
 from mem_cache.kv_info import Owner, OwnerKind, ReqKvInfo, RowGeometry
 from mem_cache.rows import RowPool
-from mem_cache.tree.components import FullPages
+from mem_cache.tree.components import components_of
 from mem_cache.tree.events import KvEventLog
 from mem_cache.tree.keys import Namespace
 from mem_cache.tree.policies import EVICTION_POLICIES
@@ -114,13 +114,17 @@ class Books:
         return ReqKvInfo(self.geometry, Owner(OwnerKind.REQUEST, name))
 
 
-def geometry(page_size: int, row_pages: int, *, window: bool = False, derived: bool = False) -> RowGeometry:
-    """A row of `row_pages` pages; a window family and one derived from full pages on request."""
+def geometry(
+    page_size: int, row_pages: int, *, window: bool = False, derived: bool = False, coarse: int = 0
+) -> RowGeometry:
+    """A row of `row_pages` pages; a window of two pages, a derived family, and pages of `coarse` pages on request."""
     kinds = [PageFamily("full", page_size)]
     if window:
         kinds.append(PageFamily("window", page_size, window=2 * page_size))
     if derived:
         kinds.append(PageFamily("derived", page_size, derived_from="full"))
+    if coarse:
+        kinds.append(PageFamily("coarse", coarse * page_size))
     return RowGeometry(page_size, row_pages * page_size, tuple(kinds))
 
 
@@ -133,14 +137,15 @@ def make_books(
     policy: str = "lru",
     window: bool = False,
     derived: bool = False,
+    coarse: int = 0,
     caching: bool = True,
 ) -> Books:
     """Empty books with a tree that records KV events; every family that has a pool gets `num_pages`."""
-    shape = geometry(page_size, row_pages, window=window, derived=derived)
+    shape = geometry(page_size, row_pages, window=window, derived=derived, coarse=coarse)
     families = PageFamilies((family, num_pages) for family in shape.families)
     rows = RowPool(num_rows, shape)
     events = KvEventLog()
-    tree = PrefixTree(tuple(FullPages(pool) for pool in families.pools.values()), page_size, policy, events)
+    tree = PrefixTree(components_of(shape, families), page_size, policy, events)
     return Books(families, rows, tree, KvAllocator(families, rows, tree, caching=caching), events)
 
 

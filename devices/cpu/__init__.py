@@ -1,6 +1,6 @@
 """The CPU device: the default that runs anywhere. `device.py` opens it.
 
-`attention.py` and `operators.py` compute in plain torch, `kernels/` in C++ that is compiled for this machine.
+It computes in C++ that is compiled for this machine (`kernels/`), or in plain torch (`devices/torch_forms`).
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ from devices.base import (
     MemoryInfo,
     Operators,
 )
-from devices.cpu.attention import PagedAttention
 from devices.cpu.kernels.attention import KernelAttention
 from devices.cpu.kernels.build import KernelsUnavailable, load_kernels
 from devices.cpu.kernels.operators import KernelOperators
-from devices.cpu.operators import TorchOperators
+from devices.torch_forms.attention import PagedAttention
+from devices.torch_forms.operators import TorchOperators
 
 PAGE_SIZES = (1, 16, 32, 64, 128)
 
@@ -60,6 +60,7 @@ class CpuDevice:
         self.operators: Operators = (
             TorchOperators() if self._library is None else KernelOperators(self._library, fast_bf16)
         )
+        self.sampler = None
         self.description = (
             f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, prefers {dtypes[0]}, "
             f"page {self.capabilities.default_page_size}, resumes at the token, {reason}"

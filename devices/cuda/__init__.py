@@ -1,21 +1,27 @@
-"""CUDA devices. Not in this version: `open_device` says why a CUDA device cannot open, and what to use instead."""
+"""CUDA devices, from Ampere on: Triton kernels, or the plain torch forms with `--kernels torch`. `device.py` opens one.
+
+`probe.py` says why one cannot open. `kernels/` has the kernels and the functions that launch them; nothing else imports
+Triton. `runtime.py` is all that touches CUDA itself, so tests run the rest on a CPU, with interpreted kernels.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from devices.base import KernelChoice
+    from devices.cuda.device import CudaDevice
 
 
-def open_device(name: str, kernels: KernelChoice = "auto") -> NoReturn:
-    """Raises DeviceUnavailable, always: first what the machine lacks, else what this version lacks."""
-    import torch
-
+def open_device(name: str, kernels: KernelChoice = "auto") -> CudaDevice:
+    """Raises DeviceUnavailable with what this machine lacks, and the way out."""
+    from devices.cuda.probe import refusal, this_machine
     from devices.registry import DeviceUnavailable
 
-    if torch.version.cuda is None:
-        raise DeviceUnavailable(f"torch {torch.__version__} has no CUDA")
-    if not torch.cuda.is_available():
-        raise DeviceUnavailable(f"torch {torch.__version__} is built for CUDA but finds no usable GPU or driver")
-    raise DeviceUnavailable("this version of Rung has no CUDA kernels yet; use --device cpu")
+    reason = refusal(this_machine(), kernels)
+    if reason is not None:
+        raise DeviceUnavailable(reason)
+    from devices.cuda.device import CudaDevice
+    from devices.cuda.runtime import CudaRuntime
+
+    return CudaDevice(CudaRuntime(), kernels)

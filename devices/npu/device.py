@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from devices.base import AttentionBackend, CapturedGraph, KernelChoice, KvLayer, MemoryInfo, Operators
-from devices.cpu.operators import TorchOperators
 from devices.npu.arguments.attention import MASK_SIZE, AttentionShape
 from devices.npu.arguments.contract import INT32_MAX
 from devices.npu.attention import NpuAttention
@@ -17,6 +16,7 @@ from devices.npu.chips import npu_capabilities
 from devices.npu.graphs import capture
 from devices.npu.operators import NpuOperators
 from devices.npu.probe import Found
+from devices.torch_forms.operators import TorchOperators
 
 TRANSFER_ALIGNMENT = 2 << 20
 """Bytes: transfer libraries register memory in pieces of 2 MiB."""
@@ -37,6 +37,7 @@ class NpuDevice:
         self._graph_pool: Any = None
         total = self.memory().total_bytes
         self.capabilities = npu_capabilities(total, graph_buckets=EMULATED_BUCKETS if found.is_emulated else None)
+        self.sampler = None
         self.operators: Operators = NpuOperators(self._npu) if kernels == "auto" else TorchOperators()
         self.description = ", ".join(self._about(found, kernels))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from devices.base import Sampler
 from engine.step import AllowedTokens, LogitEdits, Scores
 
 
@@ -50,20 +51,29 @@ def masked(logits: torch.Tensor, allowed: AllowedTokens) -> torch.Tensor:
 
 
 def score(
-    logits: torch.Tensor, target: torch.Tensor, top_n: int, extra_row: torch.Tensor, extra_token_id: torch.Tensor
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    top_n: int,
+    extra_row: torch.Tensor,
+    extra_token_id: torch.Tensor,
+    sampler: Sampler | None = None,
 ) -> Scores:
     """Logprobs of one token a row, of the best `top_n`, and of further ones.
 
     Args:
         logits: float32 [rows, vocab_size]; target: int64 [rows]; extra_row, extra_token_id: int64 [extras].
+        sampler: the device's own; with it no further matrix as wide as the vocabulary is made.
     """
-    logprobs = torch.log_softmax(logits, dim=-1)
+    if sampler is None:
+        logprobs, less = torch.log_softmax(logits, dim=-1), logits.new_zeros(len(logits))
+    else:
+        logprobs, less = logits, sampler.log_normaliser(logits)
     top, top_ids = torch.topk(logprobs, min(top_n, logits.shape[-1]), dim=-1)
     return Scores(
-        chosen=logprobs.gather(-1, target[:, None])[:, 0].cpu().numpy(),
+        chosen=(logprobs.gather(-1, target[:, None])[:, 0] - less).cpu().numpy(),
         top_ids=top_ids.cpu().numpy().astype(np.int32),
-        top=top.cpu().numpy(),
-        extra=logprobs[extra_row, extra_token_id].cpu().numpy(),
+        top=(top - less[:, None]).cpu().numpy(),
+        extra=(logprobs[extra_row, extra_token_id] - less[extra_row]).cpu().numpy(),
     )
 
 

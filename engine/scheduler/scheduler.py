@@ -15,7 +15,7 @@ was launched of it beyond is ignored: its pages wait behind the launched step's 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,9 +27,11 @@ from engine.scheduler.columns import Chunk, Score, deliver_scores, step_input
 from engine.scheduler.estimate import OutputEstimate
 from engine.scheduler.queue import WaitingQueue
 from engine.step import StepInput, StepOutput
-from mem_cache.allocation import KvAllocator, Plan, extend, plan
+from mem_cache.allocation import KvAllocator
+from mem_cache.growth import Plan, extend, plan
 from mem_cache.kv_info import ReqKvInfo, Turn
 from mem_cache.rows import OutOfRows
+from mem_cache.tree.misses import MissReason
 from session.session import Session
 
 
@@ -52,6 +54,7 @@ class Scheduler:
         clock: seconds; every decision about time is taken on it.
         num_retracted: retractions since the start.
         num_prompt_tokens, num_cached_tokens: prompt tokens of admitted requests, and how many were not computed.
+    misses: admitted requests that found less than all of their prompt's pages, by the reason.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Scheduler:
         self.num_retracted = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.misses: Counter[MissReason] = Counter()
         self.waiting = WaitingQueue(policy, self._cached_pages)
         self.capabilities = capabilities
         self._estimate = OutputEstimate(conservativeness)
@@ -266,7 +270,7 @@ class Scheduler:
         allocator, record = self.allocator, request.kv
         if record.req_pool_idx is None and not allocator.has_row():
             return None
-        start, prefix = self._take_over(request)
+        start, prefix, miss = self._take_over(request)
         num_new = self._chunk_len(start, request.num_known - start, budget)
         # Alone it needs its known tokens only; beside others, what everybody will probably use must fit.
         length = self._estimate.expected_len(request) if self.running else request.num_known
@@ -288,25 +292,30 @@ class Scheduler:
             request.cached_tokens = start
             self.num_prompt_tokens += request.prompt_len
             self.num_cached_tokens += start
+            if miss is not None:
+                self.misses[miss] += 1
             request.timings.scheduled_s = self.clock()
         self.running.append(request)
         return Chunk.of(request, start, num_new)
 
-    def _take_over(self, request: Request) -> tuple[int, dict[str, IntArray] | None]:
+    def _take_over(self, request: Request) -> tuple[int, dict[str, IntArray] | None, MissReason | None]:
         """Where a request may start: in the row that its session lends it, or behind a prefix that the tree has.
 
         Returns:
-            Tokens that need not be computed, and the pages to start a row from when it has none.
+            Tokens that need not be computed, the pages to start a row from when it has none, and why there are no more.
         """
+        clamped: MissReason | None = None
         if request.session is not None and request.turn is not None:
             wanted, known = request.max_cached_len, request.num_known
             start = request.session.resume(request.turn, wanted, known, request.namespace)
+            clamped = "clamped" if request.session.turn_lost_tokens else None
             if start:
-                return start, None
-        allocator = self.allocator
-        match = allocator.match(request.tokens[: request.max_cached_len + 1], request.namespace)
+                return start, None, clamped
+        allocator, tokens = self.allocator, request.tokens[: request.max_cached_len + 1]
+        match = allocator.match(tokens, request.namespace)
+        miss = clamped or allocator.miss_reason(tokens, request.namespace, match)
         lock = request.held.lock = allocator.tree.lock(match, count_hit=True)
-        return lock.num_pages * self._page_size, {"full": allocator.tree.pages(lock)}
+        return lock.num_pages * self._page_size, allocator.tree.row_pages(lock), miss
 
     def _put_back(self, request: Request) -> None:
         """Undo `_take_over`."""
@@ -371,7 +380,7 @@ class Scheduler:
         request = chunk.request
         request.kv.commit(chunk.end)
         if request.abort_requested:
-            return self._end(request, Finish("abort"))
+            return self._end(request, Finish("abort"), publish=is_finite)
         if not is_finite:
             if request.grammar is not None and request.grammar.problem:
                 return self._end(request, Finish("error", message=request.grammar.problem))
@@ -379,6 +388,7 @@ class Scheduler:
             return self._end(request, Finish("error", message=message), publish=False)
         if chunk.num_new > 1 or request.num_output == 0:
             self._publish(request)
+        self.allocator.slide_window(request.kv)
         if new_tokens and request.siblings:
             self._fork_siblings(request)
         for token_id in new_tokens:

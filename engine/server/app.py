@@ -19,7 +19,8 @@ from fastapi import FastAPI
 from engine.assembly import load_tokenizer
 from engine.config import EngineConfig, ServerArgs
 from engine.errors import ConfigError
-from engine.server import control_api, native_api, openai_api, refusals
+from engine.server import control_api, native_api, openai_api, page_api, refusals, responses_api
+from engine.server.bounded_http import MAX_HEADER_BYTES, BoundedHttp
 from engine.server.engine_client import EngineClient
 from engine.server.gate import Gate
 from engine.server.metrics import Metrics
@@ -27,18 +28,21 @@ from engine.server.serving import Serving
 
 logger = logging.getLogger("rung")
 STATUS_ENGINE_DIED = 3
-HEADER_TIMEOUT_S = 10
+KEEP_ALIVE_S = 10
 
 
 def create_app(serving: Serving) -> FastAPI:
     """All routes behind the gate."""
     app = FastAPI(title="Rung", docs_url=None, redoc_url=None)
     app.state.serving = serving
+    app.state.responses = responses_api.open_store(serving)
     app.state.is_draining = False
-    for api in (openai_api, native_api, control_api):
+    for api in (openai_api, responses_api, native_api, control_api):
         app.include_router(api.router)
+    if not serving.args.no_ui:
+        app.include_router(page_api.router)
     refusals.install(app)
-    app.add_middleware(Gate, args=serving.args)
+    app.add_middleware(Gate, args=serving.args, metrics=serving.metrics)
     return app
 
 
@@ -102,16 +106,21 @@ async def _serve(config: EngineConfig, args: ServerArgs, listener: socket.socket
                 app,
                 log_config=None,
                 access_log=False,
-                timeout_keep_alive=HEADER_TIMEOUT_S,
+                http=BoundedHttp,
+                ws="none",
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(args.drain_timeout_s),
                 server_header=False,
             )
         )
         host, port = listener.getsockname()[:2]
         logger.info("serving %s on http://%s:%d", serving.model_name, host, port)
-        watch = asyncio.create_task(_stop_with_engine(client, server))
+        watches = [_stop_with_engine(client, server), serving.metrics.watch_event_loop()]
+        tasks = [asyncio.create_task(watch) for watch in watches]
         await server.serve(sockets=[listener])
-        watch.cancel()
+        for task in tasks:
+            task.cancel()
         if client.died.is_set():
             logger.error("the engine process has ended: %s", client.reason)
             return STATUS_ENGINE_DIED

@@ -21,12 +21,12 @@ from engine.text.tools.prompt import chat_prompt
 @dataclass(frozen=True, slots=True)
 class ChatPlan:
     """Attributes:
-    ids: of the prompt.
+    text: the prompt, as the template writes it.
     grammar: what the reply must be, if anything.
     shows_special: markup of calls is special tokens of this model, so the text must show them.
     """
 
-    ids: list[int]
+    text: str
     grammar: Grammar | None
     shows_special: bool
     _use: ToolUse | None
@@ -65,7 +65,7 @@ def plan_chat(serving: Serving, body: ChatRequest) -> ChatPlan:
         grammar = after_thinking(grammar)
     markers = (*style.markers, style.end) if use is not None and style is not None else ()
     return ChatPlan(
-        ids=tokenizer.encode(text, add_special_tokens=False),
+        text=text,
         grammar=grammar,
         shows_special=bool(tokenizer.special_texts.intersection(markers)),
         _use=use,

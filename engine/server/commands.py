@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import BadRequest
+from engine.server.kv_picture import kv_picture
 from mem_cache.tree.keys import Namespace
 from session.session import Session
 
@@ -51,7 +52,10 @@ class Commands:
         }
 
     def stats(self) -> Mapping[str, int]:
-        return self._core.stats()
+        return self._loop.stats()
+
+    def kv_picture(self) -> dict[str, Any]:
+        return kv_picture(self._core)
 
     def audit(self) -> list[str]:
         return [str(violation) for violation in self._core.audit()]

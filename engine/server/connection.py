@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from engine.server.serving import Generation
+
+class Droppable(Protocol):
+    """Something that ends with its reader."""
+
+    def drop(self) -> None: ...
 
 
 class EventStream(StreamingResponse):
     """Server-sent events about some requests, which end with it, also when the client goes before the first event."""
 
-    def __init__(self, events: AsyncIterator[str], generations: Sequence[Generation]) -> None:
+    def __init__(self, events: AsyncIterator[str], generations: Sequence[Droppable]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
         self._generations = generations
 

@@ -78,10 +78,13 @@ async def metrics(request: Request) -> Response:
 
 
 @router.get("/server_info")
-async def server_info(request: Request) -> dict[str, Any]:
-    """What the engine is, and what it holds now."""
+async def server_info(request: Request, audit: bool = False) -> dict[str, Any]:
+    """What the engine is, and what it holds now; with `audit` also what is wrong with its books."""
     serving = serving_of(request)
-    return {**serving.client.info, "served_model_name": serving.model_name, "stats": await serving.client.call("stats")}
+    info = {**serving.client.info, "served_model_name": serving.model_name}
+    if audit:
+        info["violations"] = await serving.client.call("audit")
+    return {**info, "stats": await serving.client.call("stats")}
 
 
 @router.api_route("/get_model_info", methods=["GET", "POST"])

@@ -159,21 +159,26 @@ class EngineClient:
             raise BadRequest("rid", message.id, "a request with this id is still running; choose another")
         self._check_alive()
         self._answers[message.id] = answer
-        self._send(message)
         try:
+            self._send(message)
             await answer.accepted()
         except BaseException:
             self.forget(message.id, abort=True)
             raise
         return answer
 
+    def tell(self, name: str, **arguments: Any) -> None:
+        """Send one of `Commands` and do not wait: what is sent later is taken later. A refusal is not heard."""
+        if not self.died.is_set():
+            self._send(Call(uuid.uuid4().hex, name, arguments))
+
     async def call(self, name: str, **arguments: Any) -> Any:
         """The result of one of `Commands`. Raises BadRequest: it was refused. EngineDied."""
         self._check_alive()
         call_id = uuid.uuid4().hex
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._send(Call(call_id, name, arguments))
         try:
+            self._send(Call(call_id, name, arguments))
             return await future
         finally:
             del self._calls[call_id]
@@ -198,7 +203,13 @@ class EngineClient:
             raise EngineDied(self.reason)
 
     def _send(self, message: ToEngine) -> None:
-        self._outgoing.send(encode(message), flags=zmq.DONTWAIT)
+        """Raises BadRequest: JSON can hold it and a message cannot."""
+        try:
+            encoded = encode(message)
+        except (UnicodeEncodeError, OverflowError) as error:
+            rule = "has a text that is not valid Unicode, or a number beyond 64 bits"
+            raise BadRequest("body", str(error), rule) from None
+        self._outgoing.send(encoded, flags=zmq.DONTWAIT)
 
     async def _receive(self) -> None:
         while True:
@@ -240,8 +251,12 @@ class EngineClient:
     async def _watch(self) -> None:
         """Notice the process's end, and let the messages that it sent before arrive."""
         assert self._process is not None
-        while self._process.is_alive():
-            await asyncio.sleep(DEATH_POLL_S)
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._process.sentinel, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(self._process.sentinel)
         await asyncio.sleep(DEATH_POLL_S)
         code = self._process.exitcode
         self._fail(self.reason or f"the engine process ended with status {code}")

@@ -115,9 +115,9 @@ class EngineLoop:
         self._send_lock = threading.Lock()
         self._open: dict[str, _Sent] = {}  # by the core's request id
         self._step_since = 0.0
-        self._stats: dict[str, int] = dict(self.core.stats())
         self._is_stopping = False
         self._compiling: list[tuple[Start, Future[Any]]] = []
+        self._stats = self.stats()
         self.commands = Commands(self)
 
     def warm_up(self) -> None:
@@ -148,7 +148,11 @@ class EngineLoop:
         self._step_since = 0.0
         for request in changed:
             self.send_progress(request)
-        self._stats = dict(self.core.stats())
+        self._stats = self.stats()
+
+    def stats(self) -> dict[str, int]:
+        """The core's, and requests whose grammar is being compiled."""
+        return {**self.core.stats(), "num_compiling": len(self._compiling)}
 
     def _beat(self) -> None:
         while not self._is_stopping:
@@ -170,6 +174,7 @@ class EngineLoop:
             timeout = 0
         if not is_busy:
             self.core.sessions.expire()
+            self._stats = self.stats()  # no step will say what an abort, a flush or a closed session has changed
 
     def _take(self, message: ToEngine) -> None:
         try:

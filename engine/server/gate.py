@@ -6,6 +6,7 @@ which is why the server listens on 127.0.0.1 unless told otherwise.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -15,10 +16,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.config import ServerArgs
+from engine.server import page_api
+from engine.server.metrics import Metrics
 from engine.server.refusals import error_body
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/health_generate"})
-ADMIN_PATHS = frozenset({"/metrics", "/flush_cache", "/pause_generation", "/continue_generation", "/server_info"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/health_generate", *page_api.FILES})
+ADMIN_PATHS = frozenset(
+    {"/metrics", "/flush_cache", "/pause_generation", "/continue_generation", "/server_info", page_api.PICTURE_PATH}
+)
 RETRY_AFTER_S = "1"
 
 
@@ -30,13 +35,15 @@ def owner_of(key: str | None) -> str:
 class Gate:
     """ASGI middleware; `scope["state"]["owner"]` says who a request is from."""
 
-    def __init__(self, app: ASGIApp, args: ServerArgs) -> None:
+    def __init__(self, app: ASGIApp, args: ServerArgs, metrics: Metrics) -> None:
         self._app = app
         self._api_keys = args.api_keys
         self._admin_keys = args.admin_api_keys
         self._max_body = args.max_body_bytes
         self._max_concurrent = args.max_concurrent_requests
+        self._shown = metrics.num_http_requests
         self.num_in_flight = 0
+        self._door = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -60,10 +67,14 @@ class Gate:
             return
         scope.setdefault("state", {})["owner"] = owner_of(key if self._api_keys else None)
         self.num_in_flight += 1
+        self._shown.set(self.num_in_flight)
         try:
+            async with self._door:  # requests that arrive together begin one a turn of the event loop
+                await asyncio.sleep(0)
             await self._app(scope, _limited(receive, self._max_body), send)
         finally:
             self.num_in_flight -= 1
+            self._shown.set(self.num_in_flight)
 
     def _refuse(self, path: str, key: str | None) -> tuple[int, str] | None:
         """Status and reason when this key may not use this path."""

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.request import Finish
+from mem_cache.tree.misses import MISS_REASONS
 
 if TYPE_CHECKING:
     from engine.server.engine_client import EngineClient
     from engine.server.serving import Usage
 
-LATENCIES_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0, 300.0)
+LAG_SAMPLE_S = 0.1
+LATENCIES_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.04,
+    0.05,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    60.0,
+    300.0,
+)
 
 
 GRAPH_STEPS = "graph_steps_"
@@ -38,6 +62,9 @@ class EngineGauges(Collector):
         gauges = {
             "num_running_reqs": ("Requests that hold KV.", stats["num_running"]),
             "num_queue_reqs": ("Requests that wait.", stats["num_waiting"]),
+            "num_grammar_queue_reqs": ("Requests whose grammar is being compiled.", stats["num_compiling"]),
+            "num_prefill_reqs": ("Of those that hold KV, before their first token.", stats["num_prefilling"]),
+            "num_decode_reqs": ("Of those that hold KV, behind it.", stats["num_running"] - stats["num_prefilling"]),
             "token_usage": ("Share of the pool that is in use.", used / pages),
             "kv_available_tokens": ("Tokens of free pages.", stats["free_pages"] * page),
             "kv_evictable_tokens": ("Tokens of cached pages that may go.", stats["tree_evictable_pages"] * page),
@@ -71,6 +98,14 @@ class EngineGauges(Collector):
             if name.startswith(GRAPH_STEPS):
                 steps.add_metric([name.removeprefix(GRAPH_STEPS)], count)
         yield steps
+        yield CounterMetricFamily(
+            "rung:evicted_tokens", "Cached tokens that had to go.", value=stats["evicted_tokens_total"]
+        )
+        text = "Prompts that found less than all of their whole pages, by why the first missing page was not there."
+        misses = CounterMetricFamily("rung:prefix_miss_reason", text, labels=["reason"])
+        for reason in MISS_REASONS:
+            misses.add_metric([reason], stats[f"prefix_miss_{reason}_total"])
+        yield misses
 
 
 class Metrics:
@@ -88,6 +123,10 @@ class Metrics:
 
         self.time_to_first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self.inter_token = histogram("inter_token_latency_seconds", "Between two pieces of an answer.")
+        text = "HTTP requests that are being answered, but for health and control."
+        self.num_http_requests = Gauge("rung:num_http_requests", text, registry=self.registry)
+        self.queue_time = histogram("queue_time_seconds", "From arrival to the first step.")
+        self.event_loop_lag = histogram("event_loop_lag_seconds", "How late the API process wakes.")
         self.end_to_end = histogram("e2e_request_latency_seconds", "From arrival to the end.")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished answers.")
         self._cached_tokens = counter("cached_tokens", "Of those, not computed.")
@@ -95,14 +134,23 @@ class Metrics:
         self._generation_tokens = counter("generation_tokens", "Generated tokens of finished answers.")
         self._finished = counter("num_requests", "Finished answers.", ("finish_reason",))
 
-    def finished(self, usage: Usage, finish: Finish | None, seconds: float) -> None:
-        """Count an answer that ended."""
+    def finished(self, usage: Usage, finish: Finish | None, seconds: float, queue_s: float) -> None:
+        """Count an answer that ended. Seconds in all, and until its first step."""
+        self.queue_time.observe(queue_s)
         self.end_to_end.observe(seconds)
         self._prompt_tokens.inc(usage.prompt_tokens)
         self._cached_tokens.inc(usage.cached_tokens)
         self._lost.inc(usage.lost_to_alignment)
         self._generation_tokens.inc(usage.completion_tokens)
         self._finished.labels(finish.reason if finish is not None else "abort").inc()
+
+    async def watch_event_loop(self) -> None:
+        """Measure for ever how late the loop wakes whoever sleeps in it."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + LAG_SAMPLE_S
+            await asyncio.sleep(LAG_SAMPLE_S)
+            self.event_loop_lag.observe(max(0.0, loop.time() - due_s))
 
     def text(self) -> bytes:
         """In Prometheus' text format."""

@@ -275,7 +275,7 @@ async def open_session(request: Request, body: OpenSession) -> str:
         streaming=body.streaming,
         capacity=None if body.capacity_of_str_len is None else min(body.capacity_of_str_len, limit),
         timeout=body.timeout,
-        cache_salt=serving.salt_of(owner),
+        cache_salt=serving.salt_for(owner),
     )
     return name
 

@@ -64,7 +64,8 @@ def _model_card(serving: Serving) -> dict[str, Any]:
     }
 
 
-def _check_model(serving: Serving, name: str | None) -> None:
+def check_model(serving: Serving, name: str | None) -> None:
+    """Raises HTTPException 404 when the body names another model."""
     if name not in (None, "", serving.model_name, "default"):
         raise HTTPException(404, f"the model {name!r} is not here; {serving.model_name!r} is")
 
@@ -75,17 +76,18 @@ def _check_model(serving: Serving, name: str | None) -> None:
 @router.post("/chat/completions")
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     serving = serving_of(request)
-    _check_model(serving, body.model)
+    check_model(serving, body.model)
     body.check_supported()
     plan = plan_chat(serving, body)
-    room = max(1, serving.context_len - len(plan.ids))
+    ids = serving.tokenizer.encode(plan.text, add_special_tokens=False)
+    room = max(1, serving.context_len - len(ids))
     others: dict[str, Any] = {"grammar": plan.grammar}
     if body.logprobs:
         others |= {"return_logprob": True, "top_logprobs_num": body.top_logprobs or 0}
     if plan.shows_special:
         body.skip_special_tokens = False
     params = body.sampling(room if body.wanted_tokens is None else body.wanted_tokens, **others)
-    generation = await serving.generate(_prompt(request, body, plan.ids, params, is_chat=True))
+    generation = await serving.generate(prompt_of(request, body, ids, params, is_chat=True))
     if body.stream:
         return EventStream(_chat_events(serving, generation, body, plan), [generation])
     answers = await while_connected(request, generation.whole())
@@ -96,7 +98,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
             {
                 "index": index,
                 "message": message_of(part),
-                "logprobs": _chat_logprobs(serving, answer.logprobs) if body.logprobs else None,
+                "logprobs": chat_logprobs(serving, answer.logprobs) if body.logprobs else None,
                 "finish_reason": finish_name(answer.finish, has_calls=bool(part.calls)),
                 "matched_stop": answer.finish.matched if answer.finish else None,
             }
@@ -126,7 +128,7 @@ async def _chat_events(
         for choice in range(body.n):
             yield chunk(choice, {"role": "assistant", "content": ""})
         async for piece in generation:
-            logprobs = _chat_logprobs(serving, piece.logprobs) if body.logprobs and piece.logprobs else None
+            logprobs = chat_logprobs(serving, piece.logprobs) if body.logprobs and piece.logprobs else None
             deltas = writers[piece.choice].deltas(piece.text, is_last=piece.finish is not None)
             if logprobs is not None and not deltas:
                 deltas = [{"content": ""}]
@@ -142,7 +144,9 @@ async def _chat_events(
     yield DONE
 
 
-def _chat_logprobs(serving: Serving, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(serving: Serving, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """As the chat API writes them."""
+
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         spelled = serving.tokenizer.token_bytes(token_id)
         text = spelled.decode("utf-8", errors="replace")
@@ -160,7 +164,7 @@ def _chat_logprobs(serving: Serving, logprobs: Sequence[TokenLogprob]) -> dict[s
 @router.post("/completions")
 async def completions(request: Request, body: CompletionRequest) -> Response:
     serving = serving_of(request)
-    _check_model(serving, body.model)
+    check_model(serving, body.model)
     body.check_supported()
     prompts = [serving.token_ids("prompt", prompt) for prompt in body.prompts()]
     generations: list[Generation] = []
@@ -173,7 +177,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     try:
         for index, ids in enumerate(prompts):
             params = body.sampling(max(1, max_tokens), **others)
-            generations.append(await serving.generate(_prompt(request, body, ids, params, index=index)))
+            generations.append(await serving.generate(prompt_of(request, body, ids, params, index=index)))
     except BaseException:
         for generation in generations:
             generation.drop()
@@ -267,7 +271,7 @@ def _completion_logprobs(
 # Shared.
 
 
-def _prompt(
+def prompt_of(
     request: Request,
     body: ChatRequest | CompletionRequest,
     ids: list[int],
@@ -276,6 +280,7 @@ def _prompt(
     is_chat: bool = False,
     index: int = 0,
 ) -> Prompt:
+    """A prompt with what the body says about it. Raises BadRequest: a malformed id."""
     if body.rid is not None and not 0 < len(body.rid) <= 256:
         raise BadRequest("rid", body.rid, "must have 1 to 256 characters")
     return Prompt(

@@ -27,7 +27,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class _Sampled(BaseModel):
+class Sampled(BaseModel):
     """What both endpoints share."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="ignore", strict=False)
@@ -111,7 +111,7 @@ def _grammar_of_format(wanted: dict[str, Any]) -> Grammar | None:
     return Grammar.of_schema(inner["schema"])
 
 
-class ChatRequest(_Sampled):
+class ChatRequest(Sampled):
     """Body of /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
@@ -137,7 +137,7 @@ class ChatRequest(_Sampled):
             raise BadRequest("top_logprobs", self.top_logprobs, "needs logprobs=true")
 
 
-class CompletionRequest(_Sampled):
+class CompletionRequest(Sampled):
     """Body of /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]

@@ -39,8 +39,10 @@ def as_error(error: Exception) -> tuple[int, dict[str, Any]]:
         status = _STATUS_OF_KIND.get(error.kind, 400)
         return status, error_body(status, str(error), param=error.field, code=code)
     if isinstance(error, BadRequest):
-        is_too_long = error.field == "prompt" and ("context" in error.rule or "can never fit" in error.rule)
+        is_too_long = error.field in ("prompt", "input") and ("context" in error.rule or "can never fit" in error.rule)
         code = "context_length_exceeded" if is_too_long else "invalid_value"
+        if error.field == "previous_response_id":
+            code = "previous_response_not_found"
         return 400, error_body(400, str(error), param=error.field, code=code)
     if isinstance(error, EngineDied):
         return 503, error_body(503, "the engine has stopped; the server is shutting down", code="engine_stopped")
@@ -53,26 +55,33 @@ def sse_error(error: Exception) -> str:
     return f"data: {json.dumps(as_error(error)[1])}\n\n"
 
 
+class AsciiJson(JSONResponse):
+    """JSON that can be written whatever a client's own words in it are, lone surrogates included."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
+
+
 def install(app: FastAPI) -> None:
     """Answer every exception of the routes with the error object."""
 
-    async def of_exception(_: Request, error: Exception) -> JSONResponse:
+    async def of_exception(_: Request, error: Exception) -> AsciiJson:
         status, body = as_error(error)
-        return JSONResponse(body, status)
+        return AsciiJson(body, status)
 
-    async def of_http(_: Request, error: Exception) -> JSONResponse:
+    async def of_http(_: Request, error: Exception) -> AsciiJson:
         assert isinstance(error, HTTPException)
         status = error.status_code
         body = error_body(status, str(error.detail), code=_CODE_OF_STATUS.get(status))
-        return JSONResponse(body, status, headers=error.headers)
+        return AsciiJson(body, status, headers=error.headers)
 
-    async def of_validation(_: Request, error: Exception) -> JSONResponse:
+    async def of_validation(_: Request, error: Exception) -> AsciiJson:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")
         message = f"{where or 'body'}: {first['msg']}"
         code = "invalid_json" if first["type"] == "json_invalid" else "invalid_value"
-        return JSONResponse(error_body(400, message, param=where or None, code=code), 400)
+        return AsciiJson(error_body(400, message, param=where or None, code=code), 400)
 
     for kind in (BadRequest, EngineDied, Exception):
         app.add_exception_handler(kind, of_exception)

@@ -34,6 +34,7 @@ class Prompt:
 
     Attributes:
         owner: whose it is; see `gate.owner_of`.
+        keep: rewind the session's history to so many tokens first.
         is_chat: the answer begins a text of its own.
         counts: in the metrics; the server's own probes do not.
     """
@@ -46,6 +47,7 @@ class Prompt:
     extra_key: str | None = None
     cache_salt: str | None = None
     session: SessionParams | None = None
+    keep: int | None = None
     is_chat: bool = False
     counts: bool = True
 
@@ -130,7 +132,7 @@ class Generation:
                 previous_s[choice] = now
             piece = _piece(message, text, num_tokens[choice])
             if prompt.counts and piece.usage is not None:
-                metrics.finished(piece.usage, message.finish, now - self._arrival_s)
+                metrics.finished(piece.usage, message.finish, now - self._arrival_s, message.queue_s)
             yield piece
 
     def drop(self) -> None:
@@ -215,9 +217,6 @@ class Serving:
 
     async def generate(self, prompt: Prompt) -> Generation:
         """Queue a prompt. Raises BadRequest: nothing was queued; EngineDied."""
-        salt = prompt.cache_salt
-        if prompt.owner and not self.args.share_prefix_across_keys:
-            salt = f"{prompt.owner}:{salt or ''}"
         session = prompt.session
         if session is not None:
             session = replace(session, id=self.session_name(prompt.owner, session.id))
@@ -227,8 +226,9 @@ class Serving:
             params=prompt.params,
             priority=prompt.priority,
             extra_key=prompt.extra_key,
-            cache_salt=salt,
+            cache_salt=self.salt_for(prompt.owner, prompt.cache_salt),
             session=session,
+            keep=prompt.keep,
         )
         return Generation(self, prompt, await self.client.submit(message))
 
@@ -238,9 +238,9 @@ class Serving:
             raise BadRequest("session_id", name, "must be a string")
         return f"{owner}:{name}" if owner else name
 
-    def salt_of(self, owner: str) -> str | None:
-        """What keeps an owner's prefixes apart from those of others."""
-        return f"{owner}:" if owner and not self.args.share_prefix_across_keys else None
+    def salt_for(self, owner: str, wanted: str | None = None) -> str | None:
+        """What keeps an owner's prefixes apart from those of others; `wanted`: the request's own salt."""
+        return f"{owner}:{wanted or ''}" if owner and not self.args.share_prefix_across_keys else wanted
 
     def token_ids(self, field_name: str, prompt: Any) -> list[int]:
         """A text or a list of ids as ids. Raises BadRequest: neither."""

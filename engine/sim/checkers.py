@@ -10,12 +10,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from devices.pages import ceil_page, is_whole_pages, page_count
-from engine.request import Request, RequestStatus
+from devices.pages import ceil_page, floor_page, is_whole_pages, page_count
+from engine.request import Request, RequestStatus, TokenLogprob
 from engine.scheduler.queue import PATIENCE
 from engine.sim.failures import BrokenPromise, Leak, NoProgress, Unfair, WrongToken
-from engine.sim.oracle import Cursor
-from engine.sim.world import Ticket, World, name_of
+from engine.sim.oracle import INDEX, MASK, Cursor, extended_hash, next_token, score
+from engine.sim.world import VOCAB_SIZE, Ticket, World, name_of
 
 Moment = Literal["start", "launched", "collected", "idle"]
 
@@ -109,6 +109,41 @@ class Tokens:
         world.marks[f"end {finish.reason}"] += 1
 
 
+class Logprobs:
+    """A request that ended by itself has the logprob of every token that it asked for, each behind the right text."""
+
+    moments: tuple[Moment, ...] = ("launched", "collected")
+
+    def look(self, world: World, moment: Moment) -> None:
+        for ticket in world.tickets:
+            finish, scores = ticket.request.finish, ticket.request.scores
+            if finish is None or scores is None or finish.reason not in ("stop", "length") or ticket.are_weights_mixed:
+                continue
+            start = ticket.request.params.logprob_start_len
+            want: list[object] = [] if start else [None]
+            want += self._wanted(ticket, max(1, start) if start >= 0 else len(ticket.prompt))
+            got = [*scores.prompt, *scores.output]
+            if len(scores.output) != ticket.request.num_output or got != want:
+                place = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), "the end")
+                raise WrongToken("logprobs", f"{ticket.request.id} has {len(got)} of {len(want)}, wrong at {place}")
+            world.marks["scored"] += 1
+            world.marks["scored prompt"] += start >= 0
+
+    def _wanted(self, ticket: Ticket, first: int) -> list[TokenLogprob]:
+        """Of the tokens from place `first` on, with what the request wants to see beside each."""
+        params, tokens, version = ticket.request.params, ticket.tokens, ticket.weights_version
+        text, wanted = extended_hash(0, 0, tokens[:first], version), []
+        for place, token in enumerate(tokens[first:], start=first):
+            best = [
+                next_token((text + (n + 1) * INDEX) & MASK, 0, None, VOCAB_SIZE) for n in range(params.top_logprobs_num)
+            ]
+            top = tuple((one, score(text, one)) for one in best)
+            extra = tuple((one, score(text, one)) for one in params.token_ids_logprob)
+            wanted.append(TokenLogprob(token, score(text, token), top, extra))
+            text = extended_hash(text, place, (token,), version)
+        return wanted
+
+
 class Reports:
     """The engine names each request that ended, once, unless an abort ended it at once."""
 
@@ -185,8 +220,10 @@ class Hits:
             raise BrokenPromise("hits", f"{ticket.request.id} took {hit} of {length} tokens, pages of {page_size}")
         if not world.known.has(ticket.namespace, ticket.prompt[:hit]):
             raise BrokenPromise("hits", f"{ticket.request.id} took {hit} tokens that nobody like it has computed")
-        if not ticket.index and ticket.session is None:
-            owed = world.published.longest(ticket.namespace, ticket.prompt[:-1])
+        if ticket.session is None:
+            scored_from = ticket.request.params.logprob_start_len  # whatever scores a prompt token is computed
+            most = length - 1 if scored_from < 0 else max(0, min(scored_from, length) - 1)
+            owed = world.published.longest(ticket.namespace, ticket.prompt[:most])
             if hit < owed:
                 raise BrokenPromise("hits", f"{ticket.request.id} took {hit} tokens where {owed} are cached")
             world.marks["hit owed"] += owed > 0
@@ -297,7 +334,7 @@ class Fences:
 
     def look(self, world: World, moment: Moment) -> None:
         for late in world.fences:
-            if not (world.runner.kv.content(late.pages) == late.content).all():
+            if world.runner.kv.content(late.pages) != late.content:
                 raise BrokenPromise("fences", f"pages changed under a reader, {late.lift_at - world.step} steps early")
 
 
@@ -309,6 +346,60 @@ class Evictions:
     def look(self, world: World, moment: Moment) -> None:
         if world.families.num_excess:
             raise BrokenPromise("evictions", f"{world.families.num_excess} pages were evicted that nobody needed")
+
+
+class Demotions:
+    """An idle row gives way when something lacks, and not when nothing does any more."""
+
+    moments: tuple[Moment, ...] = ("launched", "collected")
+
+    def look(self, world: World, moment: Moment) -> None:
+        if world.allocator.num_wasted:
+            raise BrokenPromise("demotions", f"{world.allocator.num_wasted} idle rows gave way and nothing lacked")
+        if world.allocator.demoted and moment == "collected":
+            world.marks["row gave way"] += len(world.allocator.demoted)
+            world.allocator.demoted.clear()
+
+
+@dataclass(slots=True)
+class TurnHits:
+    """A turn continues from all that its session's row holds when it is admitted, as far as the device can.
+
+    Attributes:
+        held: before the launch, of each session with an idle row: readable tokens and those that are the tree's.
+    """
+
+    moments: tuple[Moment, ...] = ("start", "launched")
+    held: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def look(self, world: World, moment: Moment) -> None:
+        turns = [t for t in world.tickets if t.session is not None and t.cursor is None]
+        if moment == "start":
+            self.held = {t.session: held for t in turns if t.session is not None and (held := _held(world, t.session))}
+            return
+        for ticket in turns:
+            hit, session = ticket.request.cached_tokens, ticket.session
+            if hit is None or session is None:
+                continue
+            readable, protected = self.held.get(session, (0, 0))
+            is_right = world.row_versions.get(session) == ticket.weights_version
+            gave_way = any(one is ticket.request.held for one in world.allocator.demoted)
+            world.row_versions[session] = ticket.weights_version
+            owed = min(readable, len(ticket.prompt) - 1)
+            if world.config.resume_unit == "page" or owed < protected:
+                owed = floor_page(owed, world.config.page_size)
+            if owed and is_right and not gave_way:
+                world.marks["turn owed"] += 1
+                if hit < owed:
+                    raise BrokenPromise("turn hits", f"{ticket.request.id} took {hit} tokens of its row's {readable}")
+
+
+def _held(world: World, session: int) -> tuple[int, int] | None:
+    """Readable tokens of a session's idle row, and how many of them are the tree's."""
+    for one in world.core.sessions.sessions():
+        if one.id == name_of(session) and one.slot.is_idle:
+            return one.slot.record.kv_committed_len, one.slot.record.cache_protected_len
+    return None
 
 
 class Timeouts:
@@ -355,5 +446,17 @@ class Width:
 
 def checkers() -> list[Checker]:
     """New checkers for one run, in the order of their looks."""
-    half_steps = (Audit(), Tokens(), Reports(), Deadlines(), Timeouts(), Hits(), Progress(), Fairness(), Fences())
-    return [*half_steps, Evictions(), Width(), Idle()]
+    half_steps = (
+        Audit(),
+        Tokens(),
+        Logprobs(),
+        Reports(),
+        Deadlines(),
+        Timeouts(),
+        TurnHits(),
+        Hits(),
+        Progress(),
+        Fairness(),
+        Fences(),
+    )
+    return [*half_steps, Evictions(), Demotions(), Width(), Idle()]

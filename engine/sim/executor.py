@@ -6,23 +6,23 @@ the last step are spoiled, then the new tokens are written and everything is rea
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping
+from itertools import accumulate
 
 import numpy as np
 
 from devices.base import Capabilities
-from devices.null.device import SPOILED, NullKv, Rows, next_tokens
-from devices.pages import IntArray, align_resume, page_count
-from engine.step import SamplingColumns, StepInput, StepOutput
+from devices.null.device import SPOILED, NullKv, next_tokens, score
+from devices.page_pool import PADDING_PAGE
+from devices.pages import IntArray, align_resume
+from engine.step import SamplingColumns, ScoreColumns, Scores, StepInput, StepOutput
 from mem_cache.kv_info import RowGeometry
 from mem_cache.rows import table_width
 
 SEED_FACTOR = 0x2545F4914F6CDD1D
 """Spreads a seed, so that seed and position of a sampled token give one salt."""
-
-
-NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
 
 
 class NullRunner:
@@ -45,7 +45,7 @@ class NullRunner:
         *,
         is_canary: bool = False,
     ) -> None:
-        """`is_canary`: every 50th step reads one page too few, as a wrong clamp would."""
+        """`is_canary`: every 10th step reads one page too few, as a wrong clamp would."""
         self.kv = NullKv(num_pages, geometry.page_size)
         self.nan_row: int | None = None
         self.prepare_s = self.device_s = 0.0
@@ -54,14 +54,15 @@ class NullRunner:
         self._vocab_size = vocab_size
         self._is_canary = is_canary
         self._page_size = geometry.page_size
-        self._tables = np.zeros((num_rows + 1, table_width(geometry, geometry.families[0])), dtype=np.int32)
-        self._freed: list[IntArray] = []
+        width = table_width(geometry, geometry.families[0])
+        self._tables = [[PADDING_PAGE] * width for _ in range(num_rows + 1)]
+        self._freed: list[int] = []
         self._launched: deque[StepInput] = deque()
-        self._sampled = NO_TOKENS
+        self._sampled: list[int] = []
 
     def on_free(self, pages: IntArray) -> None:
         """Pages became free; they are spoiled behind the copies that were ordered before."""
-        self._freed.append(pages.copy())
+        self._freed += pages.tolist()
 
     def launch(self, step: StepInput) -> None:
         """Take a step in."""
@@ -74,49 +75,93 @@ class NullRunner:
         """
         step = self._launched.popleft()
         for change in step.table_changes:
-            self._tables[change.row, change.start : change.start + len(change.pages)] = change.pages
+            self._tables[change.row][change.start : change.start + len(change.pages)] = change.pages.tolist()
         for copy in step.page_copies:
             self.kv.copy_page(copy.source, copy.target)
         if self._freed:
-            self._spoil({copy.target for copy in step.page_copies})
-        longest = max((step.starts + step.num_new).tolist())
-        tables = self._tables[step.rows, : page_count(longest, self._page_size)]
-        if self._is_canary and step.step_id % 50 == 0:
-            tables[:, 0] = 0
-        token_ids = step.token_ids
-        if len(self._sampled) and token_ids.min() < 0:
-            token_ids = np.where(token_ids < 0, self._sampled[np.maximum(-1 - token_ids, 0)], token_ids)
-        is_wrong = self.nan_row is not None
-        is_finite = step.rows != (self.nan_row if is_wrong else -1)
-        if is_wrong:
-            token_ids = np.where(np.repeat(is_finite, step.num_new), token_ids, SPOILED).astype(np.int32)
-            self.nan_row = None
-        rows = Rows(tables, step.starts, step.num_new)
+            # A page that was taken again for a copy already has its new content.
+            self.kv.spoil(set(self._freed).difference(copy.target for copy in step.page_copies))
+            self._freed.clear()
+        batch, starts, num_new = step.rows.tolist(), step.starts.tolist(), step.num_new.tolist()
         if self._capabilities.resume_unit == "page":
-            self._check_starts(step)
-        self.kv.write(rows, token_ids)
-        which, num_sampled = step.is_sampled, len(step.sampling.seed)
-        tokens = NO_TOKENS
-        if num_sampled:
-            if num_sampled < len(which):
-                rows = Rows(tables[which], step.starts[which], step.num_new[which])
-            tokens = next_tokens(self.kv.read(rows), _salts(step.sampling), self._vocab_size)
+            self._check_starts(starts, num_new)
+        tables = [self._tables[row] for row in batch]
+        if self._is_canary and step.step_id % 10 == 0:
+            tables = [[PADDING_PAGE, *table[1:]] for table in tables]
+        is_finite = [row != self.nan_row for row in batch]
+        self.nan_row = None
+        # A negative id stands for a token that the step before this one sampled.
+        token_ids = [token if token >= 0 else self._sampled[-1 - token] for token in step.token_ids.tolist()]
+        self._write(tables, starts, num_new, token_ids, is_finite)
+        is_sampled = step.is_sampled.tolist()
+        hashes = [
+            self.kv.read(table, start + n)
+            for table, start, n, samples in zip(tables, starts, num_new, is_sampled, strict=True)
+            if samples
+        ]
+        tokens = next_tokens(hashes, _salts(step.sampling), self._vocab_size)
+        if tokens:
             self._sampled = tokens
-            if is_wrong:
-                tokens, which = tokens[is_finite[which]], which & is_finite
-        return StepOutput(step.step_id, which.astype(np.int32), tokens, is_finite)
+        scores = None
+        if step.scores is not None:
+            scored = self._prompt_texts(step.scores, tables, starts, num_new)
+            scored += [(hashes[row], tokens[row]) for row in step.scores.sampled_row.tolist()]
+            scores = self._scores(step.scores, scored)
+        if not all(is_finite):
+            sampled_finite = [finite for finite, samples in zip(is_finite, is_sampled, strict=True) if samples]
+            tokens = [token for token, finite in zip(tokens, sampled_finite, strict=True) if finite]
+            is_sampled = [finite and samples for finite, samples in zip(is_finite, is_sampled, strict=True)]
+        return StepOutput(
+            step.step_id,
+            np.array(is_sampled, dtype=np.int32),
+            np.array(tokens, dtype=np.int32),
+            np.array(is_finite, dtype=np.bool_),
+            scores,
+        )
 
-    def _check_starts(self, step: StepInput) -> None:
+    def _prompt_texts(
+        self, wanted: ScoreColumns, tables: list[list[int]], starts: list[int], num_new: list[int]
+    ) -> list[tuple[int, int]]:
+        """Of each prompt token to score: the hash of the text before it, and its id."""
+        firsts = list(accumulate(num_new, initial=0))
+        texts = []
+        for place, target in zip(wanted.place.tolist(), wanted.target.tolist(), strict=True):
+            row = bisect_right(firsts, place) - 1
+            texts.append((self.kv.read(tables[row], starts[row] + place - firsts[row] + 1), target))
+        return texts
+
+    def _scores(self, wanted: ScoreColumns, scored: list[tuple[int, int]]) -> Scores:
+        """`scored`: text and token of each score. The best tokens are drawn with salts 1, 2, ..."""
+        n = wanted.top_n
+        best = [next_tokens([text] * n, range(1, n + 1), self._vocab_size) for text, _ in scored]
+        top = [[score(text, token) for token in tokens] for (text, _), tokens in zip(scored, best, strict=True)]
+        extras = zip(wanted.extra_score.tolist(), wanted.extra_token_id.tolist(), strict=True)
+        return Scores(
+            np.array([score(text, token) for text, token in scored], dtype=np.float32),
+            np.array(best, dtype=np.int32).reshape(len(scored), n),
+            np.array(top, dtype=np.float32).reshape(len(scored), n),
+            np.array([score(scored[place][0], token) for place, token in extras], dtype=np.float32),
+        )
+
+    def _write(
+        self,
+        tables: list[list[int]],
+        starts: list[int],
+        num_new: list[int],
+        token_ids: list[int],
+        is_finite: list[bool],
+    ) -> None:
+        """Write the new tokens of all rows; `token_ids` are those of one row after another."""
+        first = 0
+        for table, start, n, finite in zip(tables, starts, num_new, is_finite, strict=True):
+            self.kv.write(table, start, token_ids[first : first + n] if finite else [SPOILED] * n)
+            first += n
+
+    def _check_starts(self, starts: list[int], num_new: list[int]) -> None:
         """A device that resumes at page borders computes several tokens of a row from such a border on only."""
-        for start in step.starts[step.num_new > 1].tolist():
-            if align_resume(start, self._page_size, self._capabilities) != start:
+        for start, n in zip(starts, num_new, strict=True):
+            if n > 1 and align_resume(start, self._page_size, self._capabilities) != start:
                 raise ValueError(f"a prompt is continued at token {start}, inside a page of {self._page_size}")
-
-    def _spoil(self, targets: set[int]) -> None:
-        """Spoil what became free; a page that was taken again for a copy already has its new content."""
-        for pages in self._freed:
-            self.kv.spoil(pages[~np.isin(pages, list(targets))] if targets else pages)
-        self._freed.clear()
 
 
 def _salts(sampling: SamplingColumns) -> list[int]:

@@ -16,7 +16,7 @@ from engine.sim.events.requests import draw_arrival
 from engine.sim.events.sessions import draw_turn
 from engine.sim.world import WorldConfig
 
-TRAITS = ("n", "sampled", "stop", "priority", "salt", "time limit", "after", "long", "chat", "timeout")
+TRAITS = ("n", "sampled", "stop", "priority", "salt", "time limit", "after", "long", "chat", "timeout", "logprobs")
 """Sides of an arrival that a script has or has not; with "chat" most arrivals are turns of sessions."""
 
 
@@ -101,9 +101,12 @@ PROFILES: dict[str, Callable[[Random], WorldConfig]] = {
     "canary": _canary,
 }
 
+CLEAN = tuple(name for name in PROFILES if name != "canary")
+"""Profiles whose every seed must run clean."""
+
 FOCUS = {
     "chat": frozenset({"chat", "timeout", "abort running", "not finite", "bump"}),
-    "siblings": frozenset({"n", "time limit", "abort", "disconnect"}),
+    "siblings": frozenset({"n", "time limit", "logprobs", "abort", "disconnect"}),
     "branches": frozenset({"branch", "abort running"}),
     "trouble": frozenset({"n", "after", "hold fence", "not finite", "bump", "retract"}),
 }

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 from engine.sim.failures import SimFailure
 from engine.sim.play import HEADING, Sink, play
-from engine.sim.profiles import Drawn, draw
+from engine.sim.profiles import CLEAN, Drawn, draw
 from engine.sim.shrink import as_test, shrink
+from engine.sim.soak import Soak, Totals
 
+ALL = "all"
+"""Stands for every profile that must run clean."""
 
-@dataclass(slots=True)
-class Totals:
-    """What ran clean so far. `marks`: how often each rare thing happened."""
-
-    num_seeds: int = 0
-    num_steps: int = 0
-    num_requests: int = 0
-    num_tokens: int = 0
-    marks: Counter[str] = field(default_factory=Counter)
-
-    def line(self, seconds: float) -> str:
-        rate = self.num_steps / max(seconds, 1e-9)
-        return (
-            f"{self.num_seeds} seeds, {self.num_steps} steps, {self.num_requests} requests, {self.num_tokens} tokens "
-            f"clean in {seconds:.1f} s ({rate:.0f} steps/s)"
-        )
+SEEDS_OF_A_WRITE = 16
+"""Seeds after which a soak's file is written."""
 
 
 def run_seed(drawn: Drawn, totals: Totals, sink: Sink | None = None) -> SimFailure | None:
@@ -56,38 +45,44 @@ def simulate(
     minutes: float,
     is_verbose: bool,
     say: Callable[[str], None],
+    summary: Path | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
     """Run seeds from `seed` on, and say what happened.
 
     Args:
         num_seeds: how many, unless `minutes` is above 0: then as many as begin within so many minutes.
+        profile: which worlds; `ALL` takes each profile in turn, each with seeds of its own.
         is_verbose: say every step.
+        summary: a file that adds up what ran, run after run; a run with it goes on behind the seeds that it names.
     Returns:
         The exit code: 0, or that of the first failure.
     """
     totals, started = Totals(), clock()
+    names = CLEAN if profile == ALL else (profile,)
+    soak = Soak.read(summary, num_steps)
+    first = {name: soak.next_seed(name, seed) for name in names}
     gc.freeze()  # a world is small; what was imported need not be looked at again and again
-    for one in _seeds(seed, num_seeds, minutes, started, clock):
-        drawn = draw(one, num_steps, profile)
+    for turn in count():
+        one, name = first[names[turn % len(names)]] + turn // len(names), names[turn % len(names)]
+        began = clock()
+        if (turn >= num_seeds) if minutes <= 0 else (began - started >= 60 * minutes):
+            break
+        drawn = draw(one, num_steps, name)
         if is_verbose:
-            say(f"seed {one}, profile {profile}: {drawn.config}\n{HEADING}")
+            say(f"seed {one}, profile {name}: {drawn.config}\n{HEADING}")
+        before = replace(totals, marks=totals.marks.copy())
         failure = run_seed(drawn, totals, say if is_verbose else None)
+        soak.count(name, one, totals.since(before), clock() - began, failure)
         if failure is not None:
-            say(_explain(one, profile, drawn, failure))
+            soak.write(summary)
+            say(_explain(one, name, drawn, failure))
             return failure.exit_code
+        if turn % SEEDS_OF_A_WRITE == 0:
+            soak.write(summary)
+    soak.write(summary)
     say(totals.line(clock() - started))
     return 0
-
-
-def _seeds(first: int, num_seeds: int, minutes: float, started: float, clock: Callable[[], float]) -> Iterator[int]:
-    if minutes <= 0:
-        yield from range(first, first + num_seeds)
-        return
-    for seed in count(first):
-        if clock() - started >= 60 * minutes:
-            return
-        yield seed
 
 
 def _explain(seed: int, profile: str, drawn: Drawn, failure: SimFailure) -> str:

@@ -6,27 +6,22 @@ Nothing here draws anything: a world is a function of its configuration and of t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from devices.base import ResumeUnit
-from devices.null.device import null_capabilities
-from devices.page_pool import Fence, OutOfPages, PageFamilies, PageFamily
-from devices.pages import IntArray
+from devices.null.device import Pair, null_capabilities
+from devices.page_pool import Fence, PageFamily
 from engine.core import EngineCore
 from engine.request import Request, RequestStatus
 from engine.scheduler.scheduler import Scheduler
 from engine.sim.executor import NullRunner
-from engine.sim.oracle import Cursor, KnownPrefixes, continuation, ended
-from mem_cache.allocation import KvAllocator
+from engine.sim.oracle import Cursor, KnownPrefixes, continuation
+from engine.sim.watched import RationedFamilies, WatchedAllocator, WatchedIdle, WatchedTree
 from mem_cache.kv_info import RowGeometry
 from mem_cache.rows import RowPool
 from mem_cache.sizing import row_width
 from mem_cache.tree.components import FullPages
-from mem_cache.tree.prefix_tree import PrefixTree
 
 VOCAB_SIZE = 4096
 EOS_TOKEN_IDS = frozenset(range(16))
@@ -108,54 +103,23 @@ class Ticket:
         return self.weights_version, self.salt
 
     @property
+    def are_weights_mixed(self) -> bool:
+        """Whether the weights changed since it arrived."""
+        return self.certain < 1 << 30
+
+    @property
     def tokens(self) -> list[int]:
         return self.prompt + self.request.output_ids
 
 
-class WatchedTree(PrefixTree):
-    """Counts what it lets go.
+@dataclass(slots=True)
+class BranchNode:
+    """A request of the branching session. `after`: key of the one it continues; `is_forgotten`: it was replaced."""
 
-    Attributes:
-        num_evicted: pages since the start; `num_evicted_for_one`: since the last allocation.
-    """
-
-    num_evicted: int = 0
-    num_evicted_for_one: int = 0
-
-    def evict(self, num_pages: int) -> int:
-        before = self.num_evictable
-        gone = super().evict(num_pages)
-        self.num_evicted += before - self.num_evictable
-        self.num_evicted_for_one += before - self.num_evictable
-        return gone
-
-
-class RationedFamilies(PageFamilies):
-    """Pools whose n-th allocation from now fails although there are pages.
-
-    Attributes:
-        fails_in: successful allocations until then; None: none fails.
-        has_failed: one failed in this step.
-        tree: who makes room before an allocation.
-        num_excess: pages that it let go and no allocation needed.
-    """
-
-    fails_in: int | None = None
-    has_failed: bool = False
-    tree: WatchedTree
-    num_excess: int = 0
-
-    def alloc(self, demand: Mapping[str, int]) -> dict[str, IntArray]:
-        num_evicted, self.tree.num_evicted_for_one = self.tree.num_evicted_for_one, 0
-        if self.fails_in is not None:
-            self.fails_in -= 1
-            if self.fails_in < 0:
-                self.fails_in, self.has_failed = None, True
-                raise OutOfPages(demand["full"], self.pools["full"].num_free)
-        pool = self.pools["full"]
-        if num_evicted:
-            self.num_excess += max(0, pool.num_free + pool.num_pending - demand["full"])
-        return super().alloc(demand)
+    request_id: str
+    prompt_len: int
+    after: int | None
+    is_forgotten: bool = False
 
 
 @dataclass(slots=True)
@@ -164,8 +128,8 @@ class LateFence:
 
     fences: dict[str, Fence]
     lift_at: int
-    pages: IntArray
-    content: npt.NDArray[np.int64]
+    pages: list[int]
+    content: list[list[Pair]]
 
 
 @dataclass(slots=True)
@@ -189,7 +153,8 @@ class World:
         has_launched: the last launch had a step; `is_ahead`: it was planned while a result was on its way.
         known: what the tree may know; `published`: what it must know, as long as nothing is evicted.
         histories: tokens of each open session's finished turns; `closing`: sessions that close with their turn.
-        branches: request ids of the branching session, by the key of their arrival.
+        branches: requests of the branching session, by the key of their arrival.
+        row_versions: weights that computed each session's row.
         timeouts: idle seconds after which sessions close, where they do; `last_used_s`: since when they are idle.
         marks: how often each rare thing happened; a test asserts that none stays at zero.
         step: number of the current step, from 0.
@@ -199,6 +164,7 @@ class World:
     config: WorldConfig
     clock: Clock
     families: RationedFamilies
+    allocator: WatchedAllocator
     runner: NullRunner
     core: EngineCore
     known: KnownPrefixes
@@ -208,7 +174,8 @@ class World:
     changed: list[Request] = field(default_factory=list)
     histories: dict[int, list[int]] = field(default_factory=dict)
     closing: set[int] = field(default_factory=set)
-    branches: dict[int, str] = field(default_factory=dict)
+    branches: dict[int, BranchNode] = field(default_factory=dict)
+    row_versions: dict[int, int] = field(default_factory=dict)
     timeouts: dict[int, float] = field(default_factory=dict)
     last_used_s: dict[int, float] = field(default_factory=dict)
     fences: list[LateFence] = field(default_factory=list)
@@ -246,9 +213,9 @@ class World:
             asked = request.params.seed
             seed = None if request.params.temperature == 0 or asked is None else asked + index
             num_new = min(request.params.max_new_tokens, self.config.context_len - len(prompt))
-            tokens = continuation(prompt, num_new, seed, self.weights_version, VOCAB_SIZE)
-            stop_ids = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else EOS_TOKEN_IDS)
-            reason, expected = ended(tokens, stop_ids)
+            stop_ids = EOS_TOKEN_IDS.union(request.params.stop_token_ids)
+            expected = continuation(prompt, num_new, seed, self.weights_version, VOCAB_SIZE, stop_ids)
+            reason = "stop" if expected[-1] in stop_ids else "length"
             self.tickets.append(Ticket(key, index, request, prompt, expected, reason, self.weights_version, salt))
 
     def running(self, place: int) -> Ticket | None:
@@ -278,8 +245,9 @@ def build(config: WorldConfig) -> World:
     tree = families.tree = WatchedTree((FullPages(families.pools["full"]),), page_size, config.eviction)
     clock = Clock()
     capabilities = null_capabilities(page_size, resume_unit=config.resume_unit, overlap=config.overlap)
+    allocator = WatchedAllocator(families, rows, tree, caching=config.caching)
     scheduler = Scheduler(
-        KvAllocator(families, rows, tree, caching=config.caching),
+        allocator,
         capabilities,
         policy=config.policy,
         conservativeness=config.conservativeness,
@@ -300,4 +268,5 @@ def build(config: WorldConfig) -> World:
         random_seed=0,
         log_interval=1 << 60,
     )
-    return World(config, clock, families, runner, core, KnownPrefixes(page_size), KnownPrefixes(page_size))
+    allocator.idle = WatchedIdle(core.sessions, allocator)
+    return World(config, clock, families, allocator, runner, core, KnownPrefixes(page_size), KnownPrefixes(page_size))

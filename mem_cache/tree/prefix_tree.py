@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from devices.pages import IntArray
-from mem_cache.tree.components import Component
+from mem_cache.tree.components import Anchor, Component, SidecarPages, WindowPages
 from mem_cache.tree.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -27,8 +27,11 @@ from mem_cache.tree.events import (
     page_hashes,
 )
 from mem_cache.tree.keys import TOKEN_BYTES, PrefixKey
+from mem_cache.tree.misses import MissLedger, MissReason
 from mem_cache.tree.node import Node
 from mem_cache.tree.policies import EVICTION_POLICIES, EvictionKey
+
+NO_PAGES = np.empty(0, dtype=np.int32)
 
 
 class LockError(Exception):
@@ -74,16 +77,19 @@ class PrefixTree:
 
     Attributes:
         num_evictable, num_protected: pages of unlocked and of locked nodes.
+    misses: what explains matches that end early.
     """
 
     def __init__(
         self, components: tuple[Component, ...], page_size: int, policy: str = "lru", events: KvEventLog | None = None
     ) -> None:
         self.components = components
+        self._by_family = {component.family: component for component in components}
         self.page_size = page_size
         self.num_evictable = 0
         self.num_protected = 0
         self.page_bytes = page_size * TOKEN_BYTES
+        self.misses = MissLedger(self.page_bytes)
         self._order = EVICTION_POLICIES[policy]
         self._events = events
         self._root = Node(None, b"", b"", 0, {})
@@ -92,11 +98,24 @@ class PrefixTree:
         # Each evictable leaf has exactly one entry, whose key may be out of date (see policies.py).
         self._queue: list[tuple[EvictionKey, int, Node]] = []
         self._queue_serial = 0
+        for component in components:
+            if isinstance(component, WindowPages):
+                component.follow(self._order)
 
     def match(self, key: PrefixKey) -> Match:
         """The longest cached prefix of `key` that every component can serve."""
         path, depth = self._walk(key)
         return self._legal(path, depth)
+
+    def why_shorter(self, key: PrefixKey, match: Match) -> MissReason | None:
+        """Why the match of a key ends before the key does; None when it does not."""
+        depth = match.num_pages
+        if depth >= key.num_pages:
+            return None
+        if self._walk(key)[1] > depth:
+            return "clamped"
+        page = key.raw[depth * self.page_bytes : (depth + 1) * self.page_bytes]
+        return self.misses.why(page, is_first=depth == 0)
 
     def _walk(self, key: PrefixKey) -> tuple[list[Node], int]:
         """Nodes that `key` leads through, and how many pages of it they spell."""
@@ -113,6 +132,15 @@ class PrefixTree:
             if shared < child.num_pages:
                 break
         return path, depth
+
+    def known_pages(self, key: PrefixKey, family: str) -> IntArray:
+        """Pages of the leading part of `key` that an insert would find, whether or not one may continue from there."""
+        path, depth = self._walk(key)
+        return np.concatenate([NO_PAGES, *(node.held[family] for node in path)])[:depth]
+
+    def row_pages(self, lock: LockReceipt) -> dict[str, IntArray]:
+        """What a row that continues from the locked prefix names, by family."""
+        return {c.family: c.for_row(self.pages(lock, c.family)) for c in self.components}
 
     def pages(self, lock: LockReceipt, family: str = "full") -> IntArray:
         """Ids of the locked prefix's pages, int32 [num_pages]; read only."""
@@ -137,6 +165,7 @@ class PrefixTree:
             that it must stop naming and then release.
         """
         path, depth = self._walk(key)
+        self._merge(path, depth, held)
         if depth < key.num_pages:
             if path:
                 path[-1] = self._split_at(path, depth)
@@ -146,6 +175,16 @@ class PrefixTree:
         for node in path:
             node.priority = max(node.priority, priority)
         return Inserted(Match(tuple(path), key.num_pages), depth)
+
+    def _merge(self, path: list[Node], depth: int, held: Mapping[str, IntArray]) -> None:
+        """Show each component what a row has of the `depth` pages that the tree knew."""
+        first = 0
+        for node in path:
+            last = min(depth, first + node.num_pages)
+            for component in self.components:
+                if component.family in node.held:
+                    component.merge(node, held[component.family][first:last])
+            first = last
 
     def lock(self, match: Match, *, count_hit: bool = False) -> LockReceipt:
         """Keep the matched prefix until the receipt is given back; an empty match locks nothing but has a receipt.
@@ -227,6 +266,37 @@ class PrefixTree:
             gone += n
         return gone
 
+    def evict_family(self, family: str, num_pages: int) -> int:
+        """Make `num_pages` pages of a family free, or as many as nothing keeps; returns how many went.
+
+        A window's go alone. A sidecar's go with the leaves that name them, page by page.
+        """
+        component = self._by_family[family]
+        if isinstance(component, WindowPages):
+            return component.evict(num_pages, self._anchors())
+        if isinstance(component, SidecarPages):
+            before = component.num_unowned
+            while component.num_unowned - before < num_pages and self.evict(1):
+                pass
+            return component.num_unowned - before
+        return self.evict(num_pages)
+
+    def num_evictable_of(self, family: str, without: Collection[LockReceipt] = ()) -> int:
+        """Pages of a family that eviction could free now, or if the receipts `without` were given back."""
+        component = self._by_family[family]
+        if isinstance(component, WindowPages | SidecarPages):
+            return component.num_evictable(self.nodes(), self._anchors(without))
+        return self.num_evictable + self.num_pages_behind(without)
+
+    def num_counts(self, family: str, pages: IntArray) -> IntArray:
+        """The tree's counts of pages that it may share with rows, int32 [pages]."""
+        component = self._by_family[family]
+        assert isinstance(component, SidecarPages)
+        return component.counts[pages]
+
+    def _anchors(self, without: Collection[LockReceipt] = ()) -> list[Anchor]:
+        return [(receipt.node, receipt.num_pages) for receipt in self._receipts if receipt not in without]
+
     def flush(self) -> None:
         """Empty the tree. Raises LockError, changing nothing, while a lock is out: its pages are in use."""
         if self.num_protected:
@@ -296,6 +366,9 @@ class PrefixTree:
         node.edge = node.raw[: self.page_bytes]
         node.held = {family: half[1] for family, half in halves.items()}
         front.children[node.edge] = node
+        for component in self.components:
+            if component.family in front.held:
+                component.divided(front)
         return front
 
     def _add_leaf(self, parent: Node, key: PrefixKey, depth: int, held: Mapping[str, IntArray]) -> Node:
@@ -303,6 +376,11 @@ class PrefixTree:
         pages = {family: ids[depth:].copy() for family, ids in held.items()}
         leaf = Node(parent, key.edge(depth), raw, key.num_pages - depth, pages)
         parent.children[leaf.edge] = leaf
+        if parent is self._root:
+            self.misses.begins(raw)
+        for component in self.components:
+            if component.family in pages:
+                component.take(leaf)
         self.num_evictable += leaf.num_pages
         if self._events is not None:
             before = parent.hashes[-1] if parent.hashes else namespace_hash(key.namespace)
@@ -324,6 +402,7 @@ class PrefixTree:
         if self._events is not None:
             self._events.add(BlockRemoved(tuple(leaf.hashes[keep:])))
             del leaf.hashes[keep:]
+        self.misses.evicted(leaf.raw[keep * self.page_bytes :])
         self.num_evictable -= n
         if keep:
             leaf.num_pages, leaf.raw = keep, leaf.raw[: keep * self.page_bytes]
@@ -332,6 +411,8 @@ class PrefixTree:
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.edge]
+        if parent is self._root:
+            self.misses.ends(leaf.raw)
         leaf.parent = None
         self._enqueue(parent)
 

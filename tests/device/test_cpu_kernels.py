@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from devices.base import AttentionBackend, AttentionMetadata, KvLayer
-from devices.cpu.attention import PagedAttention
 from devices.cpu.device import CpuDevice
 from devices.cpu.kernels import build
 from devices.cpu.kernels.attention import KernelAttention
 from devices.cpu.kernels.build import KernelsUnavailable, load_kernels
 from devices.cpu.kernels.operators import MAX_KERNEL_ROWS, KernelOperators
-from devices.cpu.operators import TorchOperators
 from devices.pages import page_count, ragged_slots
+from devices.torch_forms.attention import PagedAttention
+from devices.torch_forms.operators import TorchOperators
 
 try:
     LIBRARY = load_kernels()

@@ -73,6 +73,15 @@ def variant_model_path(
 
 
 @pytest.fixture(scope="session")
+def windowed_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with windows alone."""
+    architecture, overrides = VARIANTS["windowed"]
+    path = tmp_path_factory.mktemp("tiny-window-family")
+    save_tiny_model(path, architecture, seed=4, **overrides)
+    return path
+
+
+@pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's file; `scripts/test` fetches it first."""
     from engine.weights.catalog import cache_dir, list_entries

@@ -22,10 +22,11 @@ MIXED = {
 
 def test_layers_of_one_window_share_a_backend_that_is_planned_once_a_step(tmp_path):
     save_tiny_model(tmp_path, "qwen3", **MIXED)
-    runner = make_llm(tmp_path).core.runner
-    assert [backend.window for backend in runner._attention] == [20, None, 20, None]
-    assert len(runner._backends) == 2
-    assert {id(backend) for backend in runner._attention} == {id(backend) for backend in runner._backends}
+    groups = make_llm(tmp_path).core.runner._groups
+    assert [backend.window for backend in groups.by_layer] == [20, None, 20, None]
+    assert len(groups.backends) == 2
+    assert {id(backend) for backend in groups.by_layer} == {id(backend) for backend in groups.backends}
+    assert groups.layers == {"window": [0, 2], "full": [1, 3]}
 
 
 def test_a_device_that_cannot_mask_a_window_is_refused_and_only_for_models_with_one(tmp_path, monkeypatch):

@@ -17,7 +17,8 @@ from harness import add, assert_idle, finish_all, make_llm, opened, outputs, pro
 from devices.npu.arguments.contract import ContractViolation
 from devices.npu.attention import NpuAttention
 from engine import LLM, SamplingParams
-from engine.graphs import StepColumns, graph_sizes
+from engine.attention import FamilyColumns, StepColumns
+from engine.graphs import graph_sizes
 
 pytestmark = [pytest.mark.devices("npu-sim"), pytest.mark.usefixtures("on_device")]
 
@@ -153,8 +154,9 @@ def test_fewer_sizes_are_captured_when_streams_are_short(caplog: pytest.LogCaptu
 
 def test_padded_columns_point_at_the_padding_page() -> None:
     one, table = np.ones(1, dtype=np.int32), np.array([[4, 9]], dtype=np.int32)
-    padded = StepColumns(one * 7, one * 200, one, one * 201, table, np.array([4 * 128 + 5])).padded(3)
-    assert padded.tables.tolist() == [[4, 9], [0, 0], [0, 0]]
+    full = FamilyColumns(table, np.array([4 * 128 + 5]))
+    padded = StepColumns(one * 7, one * 200, one, one * 201, {"full": full}).padded(3)
+    assert padded.families["full"].tables.tolist() == [[4, 9], [0, 0], [0, 0]]
     assert padded.seq_lens.tolist() == [201, 1, 1]
     assert padded.query_lens.tolist() == [1, 1, 1]
-    assert padded.slots.tolist() == [517, 0, 1]
+    assert padded.families["full"].slots.tolist() == [517, 0, 1]

@@ -27,7 +27,7 @@ from harness import (
 )
 
 from engine import LLM
-from engine.graphs import resolved
+from engine.attention import resolved
 from engine.step import StepInput, decode, encode, refer
 
 PROMPTS = prompts_with_shared_heads(seed=11, n=9)

@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from devices.page_pool import Fence, OutOfPages
 from devices.pages import IntArray
-from mem_cache.allocation import Growth, Plan, decode, extend, plan, speculate
 from mem_cache.audit import Holding, audit
+from mem_cache.growth import Growth, Plan, decode, extend, plan, speculate
 from mem_cache.kv_info import ReqKvInfo
 from mem_cache.rows import OutOfRows
 from mem_cache.tree.keys import Namespace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from typing import Any
 
 import pytest
@@ -43,6 +44,16 @@ def test_streamed_events_hold_the_whole_answer_so_far(server):
     for before, after in itertools.pairwise(seen):
         assert after["text"].startswith(before["text"])
     assert [event["meta_info"]["finish_reason"] is None for event in seen[:-1]] == [True] * (len(seen) - 1)
+
+
+def test_a_stop_id_ends_the_text_and_is_not_shown(server):
+    ids = generate(server, "hello")["output_ids"]
+    stop = next(index for index, token_id in enumerate(ids) if token_id not in ids[:index] and index)
+    sampling = {**GREEDY, "stop_token_ids": [ids[stop]]}
+    answer = server.post("/generate", {"text": "hello", "sampling_params": sampling})
+    assert answer["output_ids"] == ids[: stop + 1]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": ids[stop]}
+    assert answer["text"] == server.post("/detokenize", {"tokens": ids[:stop]})["text"]
 
 
 def test_answers_with_n_and_logprobs(server):
@@ -110,6 +121,7 @@ def turn(server, session_id: str, text: Any, status: int = 200, **where: Any) ->
 
 
 def test_a_session_computes_what_is_new(server):
+    before = server.get("/server_info")["stats"]["num_sessions"]
     name = server.post("/open_session", {"capacity_of_str_len": 1000, "streaming": True})
     first = turn(server, name, [5] * 20)
     second = turn(server, name, [6] * 3)
@@ -127,7 +139,7 @@ def test_a_session_computes_what_is_new(server):
     for open_one in (name, fork):
         assert server.post("/close_session", {"session_id": open_one}) == {"closed": True}
     server.get(f"/sessions/{name}", 404)
-    assert server.get("/server_info")["stats"]["num_sessions"] == 0
+    assert server.get("/server_info")["stats"]["num_sessions"] == before
 
 
 def test_sessions_refuse_with_the_right_status(server):
@@ -140,6 +152,13 @@ def test_sessions_refuse_with_the_right_status(server):
     server.post("/sessions/s/rewind", {}, 400)
     server.post("/sessions/s/hold", {"seconds": -1}, 400)
     server.post("/sessions/none/fork", {}, 404)
+    server.post("/sessions/s/rewind", {"tokens": 5})
+    server.post("/pause_generation", {})
+    body = {"input_ids": [5], "session_params": {"id": "s"}, "sampling_params": GREEDY, "stream": True}
+    with server.http() as client, client.stream("POST", "/generate", json=body) as running:
+        assert turn(server, "s", [5], 409)["error"]["code"] == "session_busy"
+        server.post("/continue_generation", {})
+        assert running.read()
     server.post("/close_session", {"session_id": "s"})
     assert turn(server, "s", [5], 404)["error"]["code"] == "session_unknown"
 
@@ -177,6 +196,37 @@ def test_metrics_count_answers_and_not_probes(server):
     assert metric(server, "inter_token_latency_seconds_count") > 0
     assert metric(server, "kv_tokens_by_owner") == 4096
     assert metric(server, "prefix_hit_quantum_tokens") == 16
+    assert metric(server, "queue_time_seconds_count") == metric(server, "num_requests_total")
+    assert metric(server, "event_loop_lag_seconds_count") > 0
+
+
+def test_gauges_are_right_without_a_step(server):
+    """What an abort, a session or a flush changes while nothing runs is said with the next sign of life."""
+    server.post("/pause_generation", {})
+    body = {"text": "x", "sampling_params": {**GREEDY, "max_new_tokens": 400}, "stream": True, "rid": "waits"}
+    with server.http() as client, client.stream("POST", "/generate", json=body):
+        wait_for(lambda: metric(server, "num_queue_reqs") == 1)
+        server.post("/abort_request", {"rid": "waits"})
+        wait_for(lambda: metric(server, "num_queue_reqs") == 0)
+    server.post("/continue_generation", {})
+    before = metric(server, "num_streaming_sessions")
+    name = server.post("/open_session", {})
+    wait_for(lambda: metric(server, "num_streaming_sessions") == before + 1)
+    server.post("/close_session", {"session_id": name})
+    wait_for(lambda: metric(server, "num_streaming_sessions") == before)
+    misses = {"never_seen": [8] * 20, "below_page": [8]}
+    server.post("/flush_cache", {})
+    for reason, ids in misses.items():
+        before = metric(server, f'prefix_miss_reason_total{{reason="{reason}"')
+        generate(server, ids)
+        wait_for(lambda: metric(server, f'prefix_miss_reason_total{{reason="{reason}"') == before + 1)  # noqa: B023
+
+
+def wait_for(condition, limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.05)
 
 
 def test_flush_pause_and_go_on(server):

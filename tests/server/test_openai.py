@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -238,6 +239,24 @@ def test_a_client_that_hangs_up_frees_its_request(server):
                 pass
         server.wait_until_idle()
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})["usage"]["completion_tokens"] == 2
+
+
+def test_a_client_that_hangs_up_ends_a_request_that_does_not_move(server):
+    """While nothing is computed no request ends by itself, so only its client's going can have ended it."""
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "n": 2}
+    server.wait_until_idle()
+    server.post("/pause_generation", {})
+    try:
+        for stream in (True, False):
+            with server.http() as client:
+                request = client.build_request(
+                    "POST", "/v1/chat/completions", json={**body, "stream": stream}, timeout=1.0
+                )
+                with suppress(httpx.TimeoutException):
+                    client.send(request, stream=True).close()
+            server.wait_until_idle()
+    finally:
+        server.post("/continue_generation", {})
 
 
 def test_the_default_model_answers_through_the_official_client(smollm2_server):

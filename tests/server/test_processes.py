@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -79,6 +80,38 @@ def test_draining_has_a_limit(own_server):
         assert server.process.wait(10) == 0
 
 
+def test_a_second_signal_does_not_wait(own_server):
+    server = own_server()
+    server.post("/pause_generation", {"mode": "in_place"})  # the request cannot end by itself
+    body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+    with server.http() as client, client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        next(answer.iter_lines())
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "draining" in server.log.read_text())
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0, "well within the 30 s for requests in flight"
+
+
+@pytest.mark.parametrize(
+    ("step_age_s", "beat_age_s", "is_dead", "says"),
+    [
+        (0.0, 0.0, False, None),
+        (29.0, 4.0, False, None),
+        (31.0, 0.0, False, "a step has taken 31 s"),
+        (0.0, 6.0, False, "not been heard of for 6 s"),
+        (0.0, 0.0, True, "has ended"),
+    ],
+)
+def test_health_looks_at_the_step_the_beat_and_the_process(step_age_s, beat_age_s, is_dead, says):
+    from engine.server.control_api import _why_unhealthy
+
+    died = SimpleNamespace(is_set=lambda: is_dead)
+    beat = SimpleNamespace(step_age_s=step_age_s)
+    client = SimpleNamespace(died=died, beat=beat, beat_at_s=time.monotonic() - beat_age_s)
+    reason = _why_unhealthy(SimpleNamespace(client=client, args=SimpleNamespace(watchdog_timeout_s=30.0)))
+    assert reason is None if says is None else says in reason
+
+
 def test_a_step_that_hangs_is_seen(own_server):
     server = own_server("--watchdog-timeout-s", "0.5")
     engine = server.engine_pid()
@@ -140,10 +173,10 @@ def test_keys_open_what_they_are_for(own_server):
     body = {"text": "secret words " * 8, "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
     for path in ("/health", "/ready", "/health_generate"):
         server.get(path)
-    for key in (None, "wrong", "boss"):
+    for key in (None, "wrong", "boss", "own", "one,two", "on", "onee"):
         assert server.post("/generate", body, 401, key=key)["error"]["type"] == "authentication_error"
         assert server.get("/v1/models", 401, key=key)
-    for key in (None, "one"):
+    for key in (None, "one", "boos"):
         server.get("/server_info", 401, key=key)
         server.post("/flush_cache", {}, 401, key=key)
     assert server.get("/server_info", key="boss")["model"]

@@ -14,12 +14,19 @@ from typing import Any
 
 import pytest
 
+from engine.sim.profiles import draw
+from engine.sim.run import run_seed
+from engine.sim.soak import Totals
+
 ALLOCATOR = "mem_cache.allocation:KvAllocator"
 TREE = "mem_cache.tree.prefix_tree:PrefixTree"
 POOL = "devices.page_pool:PagePool"
 SCHEDULER = "engine.scheduler.scheduler:Scheduler"
 QUEUE = "engine.scheduler.queue:WaitingQueue"
 CORE = "engine.core:EngineCore"
+
+NUM_STEPS = 150
+"""Of the scripts in which a fault is looked for."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +71,36 @@ class Fault:
         return scope[function.__name__]
 
 
+def seeds_to_catch(fault: Fault, first_seed: int = 0, others: set[str] | None = None) -> int | None:
+    """Seeds, from `first_seed` on, until the injected fault is caught by its own checker; None when it is not.
+
+    Args:
+        others: takes the names of checkers that caught it before.
+    """
+    for seed in range(first_seed, first_seed + fault.max_seeds):
+        failure = run_seed(draw(seed, NUM_STEPS, fault.profile), Totals())
+        if failure is not None and failure.checker == fault.checker:
+            return seed - first_seed + 1
+        if failure is not None and others is not None:
+            others.add(failure.checker)
+    return None
+
+
 FAULTS = (
     # Who owns a page.
-    Fault("a fork does not retain", f"{ALLOCATOR}.fork", ".retain(ids[in_tree:whole])", ".retain(ids[:0])", "audit"),
-    Fault("a fork retains the tree's pages too", f"{ALLOCATOR}.fork", "ids[in_tree:whole]", "ids[:whole]", "audit"),
+    Fault("a fork does not retain", f"{ALLOCATOR}.fork", "self.families.retain(both)", "pass", "audit"),
+    Fault("a fork retains the tree's pages too", f"{ALLOCATOR}.fork", "[in_tree:whole]", "[:whole]", "audit"),
     Fault("a fork shares the partial page", f"{ALLOCATOR}.fork", "self._copies.append(", "bool(", "tokens", "siblings"),
     Fault(
         "a fork keeps more than it reads", f"{ALLOCATOR}.fork", "(lock, in_tree)", "(lock, lock.num_pages)", "tokens"
     ),
     Fault("publish does not repoint", f"{ALLOCATOR}.publish", "self.rows.write(", "(lambda *_: None)(", "audit"),
-    Fault("publish keeps duplicates", f"{ALLOCATOR}.publish", ".release(own[name][first:known])", "", "audit"),
+    Fault("publish keeps duplicates", f"{ALLOCATOR}.publish", ".release(own[own != trees])", "", "audit"),
     Fault(
         "publish frees one duplicate too many",
         f"{ALLOCATOR}.publish",
-        ".release(own[name][first:known])",
-        ".release(own[name][first:known + 1])",
+        ".release(own[own != trees])",
+        ".release(self.rows.pages(name, record.row, protected, (known + 1) * page_size))",
         "audit",
         "siblings",
     ),
@@ -131,7 +153,7 @@ FAULTS = (
         "if publish and",
         "if False and",
         "hits",
-        "chat",
+        "branches",
     ),
     Fault(
         "a turn keeps reserved pages",
@@ -229,7 +251,7 @@ FAULTS = (
         "return tokens * TOKEN_BYTES // self.page_bytes",
         "return -(-tokens * TOKEN_BYTES // self.page_bytes)",
         "hits",
-        "siblings",
+        "mixed",
     ),
     Fault(
         "KV of old weights is found",
@@ -269,6 +291,14 @@ FAULTS = (
         "publish=True",
         "tokens",
         "trouble",
+    ),
+    Fault(
+        "KV of an aborted request's result that is no number is cached",
+        f"{SCHEDULER}._result_of",
+        "publish=is_finite",
+        "publish=True",
+        "tokens",
+        "chat",
     ),
     Fault(
         "a token is shown after an abort",
@@ -419,7 +449,7 @@ FAULTS = (
         "engine.scheduler.scheduler:_is_current",
         " and chunk.attempt == request.num_retractions",
         "",
-        "crash",
+        "tokens",
     ),
     # Sessions.
     Fault("a page of two rows is published", f"{ALLOCATOR}._publishable_len", "shared.any()", "False", "audit", "chat"),
@@ -486,5 +516,77 @@ FAULTS = (
         "pass",
         "fork",
         "mixed",
+    ),
+    Fault(
+        "a branch counts its offset from the wrong end",
+        "session.branching:BranchingSession.context",
+        "context[: params.offset]",
+        "context[params.offset :]",
+        "tokens",
+        "branches",
+    ),
+    Fault(
+        "a replaced request is not forgotten",
+        "session.branching:BranchingSession._forget_below",
+        "self._nodes.pop(name, None)",
+        "self._nodes.get(name)",
+        "branch",
+        "branches",
+    ),
+    Fault(
+        "a replaced request runs on",
+        f"{CORE}.add_branch",
+        "self.abort(replaced)",
+        "pass",
+        "tokens",
+        "branches",
+    ),
+    Fault(
+        "a fork starts from the log alone",
+        "session.controller:SessionController.fork",
+        "parent.slot.fork_into(child.slot, length)",
+        "pass",
+        "fork",
+        "chat",
+    ),
+    Fault(
+        "a turn leaves its row and takes what the tree has",
+        "session.slot:SessionSlot.lend",
+        "length == 0 or namespace != self._namespace",
+        "True",
+        "turn hits",
+        "chat",
+    ),
+    Fault(
+        "every idle row gives way when one is enough",
+        f"{ALLOCATOR}._make_room",
+        "break",
+        "pass",
+        "demotions",
+        "chat",
+    ),
+    Fault(
+        "a logprob is taken one place late",
+        "engine.scheduler.columns:_score_columns",
+        "places.append(first + position - 1 - start)",
+        "places.append(first + min(position, end - 1) - start)",
+        "logprobs",
+        "siblings",
+    ),
+    Fault(
+        "what scores a prompt token comes from the cache",
+        "engine.request:Request.max_cached_len",
+        "return min(self.num_known - 1, scoring_from)",
+        "return self.num_known - 1",
+        "logprobs",
+        "siblings",
+    ),
+    Fault(
+        "siblings do not get the prompt's logprobs",
+        f"{SCHEDULER}._fork_siblings",
+        "sibling.scores.prompt = list(request.scores.prompt)",
+        "pass",
+        "logprobs",
+        "siblings",
     ),
 )

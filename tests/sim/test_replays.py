@@ -1,7 +1,7 @@
 """Scripts that failed once, as the shrinker wrote them."""
 
 from engine.sim.events.kinds import Timed
-from engine.sim.events.requests import Arrive, Prompt
+from engine.sim.events.requests import AbortRunning, Arrive, NotFinite, Prompt
 from engine.sim.events.sessions import Close, TakeTurn
 from engine.sim.play import play
 from engine.sim.world import WorldConfig
@@ -84,3 +84,51 @@ def test_a_closing_session_that_is_closed_again_with_an_abort_may_be_opened_anew
         ),
     ]
     play(config, script, 11)
+
+
+def test_launches_in_which_a_lesser_one_may_run_on_are_counted_anew_for_each_that_waits() -> None:
+    """Seed 8 of wide: the checker of fairness, not the engine, added up those of two requests that waited."""
+    config = WorldConfig(
+        page_size=128, num_pages=4, context_len=642, resume_unit="page", policy="priority", overlap=True
+    )
+    script = [
+        Timed(0, False, Arrive(key=1, prompt=Prompt(tail=1, own=168), max_new=20, priority=-2)),
+        Timed(1, False, TakeTurn(key=2, session=1, tail=2, own=197, max_new=1)),
+        Timed(2, False, TakeTurn(key=3, session=0, tail=1, own=1, max_new=1)),
+        Timed(9, False, Arrive(key=4, prompt=Prompt(tail=0, own=205), max_new=1)),
+    ]
+    play(config, script, 11)
+
+
+def test_kv_of_a_step_that_went_wrong_is_not_cached_though_its_request_was_aborted_meanwhile() -> None:
+    """Seed 138 of trouble: an abort that waited for the result came before the look at whether it was a number."""
+    config = WorldConfig(
+        page_size=2,
+        num_pages=6,
+        num_rows=8,
+        context_len=16,
+        resume_unit="page",
+        chunk_tokens=10,
+        policy="lpm",
+        eviction="slru",
+        preemption_threshold=1,
+        overlap=True,
+    )
+    script = [
+        Timed(0, True, Arrive(key=0, prompt=Prompt(head=3, shared=2, tail=0, own=10), max_new=1, salt="a")),
+        Timed(1, True, AbortRunning(place=0)),
+        Timed(2, True, NotFinite(place=1)),
+        Timed(3, False, Arrive(key=2, prompt=Prompt(head=3, shared=2), max_new=2, salt="a")),
+    ]
+    play(config, script, 8)
+
+
+def test_the_same_without_overlap() -> None:
+    config = WorldConfig(page_size=2, num_pages=6, context_len=16)
+    script = [
+        Timed(0, True, Arrive(key=0, prompt=Prompt(head=3, shared=4), max_new=1)),
+        Timed(1, True, AbortRunning(place=0)),
+        Timed(1, True, NotFinite(place=0)),
+        Timed(3, False, Arrive(key=2, prompt=Prompt(head=3, shared=4), max_new=2)),
+    ]
+    play(config, script, 8)

@@ -7,7 +7,8 @@ from functools import cache
 import pytest
 
 from engine.sim.profiles import draw
-from engine.sim.run import Totals, run_seed
+from engine.sim.run import run_seed
+from engine.sim.soak import Totals
 
 BLOCK = 10
 """Seeds of one test."""
@@ -22,7 +23,8 @@ MUST_HAPPEN = {
     *("arrive", "refused", "hit", "hit owed", "fork", "retracted", "retract forced", "not finite"),
     *("allocation fails", "fence held", "flush", "bump"),
     *("turn", "turn refused", "turn resumes", "rewind", "session fork with a row", "close", "close in a turn"),
-    *("session timeout", "disconnect in flight", "branch", "branch continues", "branch refused"),
+    *("session timeout", "disconnect in flight", "branch", "branch continues", "branch refused", "branch cut"),
+    *("branch forgets", "branch replaces a running one", "scored", "scored prompt", "turn owed", "row gave way"),
 }
 
 

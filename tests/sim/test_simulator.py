@@ -2,70 +2,81 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from devices.null.device import NullKv, Rows, next_tokens, null_capabilities
+from devices.null.device import NullKv, next_tokens, null_capabilities
 from devices.registry import AUTO_ORDER, DeviceUnavailable, open_device
+from engine.errors import BadRequest
 from engine.sim.failures import SimFailure, WrongToken
-from engine.sim.oracle import continuation, ended, extended_hash, next_token
+from engine.sim.oracle import continuation, extended_hash, next_token
 from engine.sim.play import play
-from engine.sim.profiles import draw
-from engine.sim.run import Totals, run_seed, simulate
+from engine.sim.profiles import CLEAN, draw
+from engine.sim.run import ALL, run_seed, simulate
 from engine.sim.shrink import as_test, shrink
+from engine.sim.soak import Totals
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def column(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int32)
-
-
-def written(tokens: list[int], pages: list[int], page_size: int = 4) -> tuple[NullKv, Rows]:
+def written(tokens: list[int], table: list[int], page_size: int = 4) -> NullKv:
     kv = NullKv(8, page_size)
-    kv.write(Rows(np.array([pages], np.int32), column(0), column(len(tokens))), np.array(tokens, np.int32))
-    return kv, Rows(np.array([pages], np.int32), column(len(tokens) - 1), column(1))
+    kv.write(table, 0, tokens)
+    return kv
 
 
-@pytest.mark.parametrize("length", [1, 4, 7, 11])
+@pytest.mark.parametrize("page_size", [1, 4, 128])
+@pytest.mark.parametrize("length", [1, 4, 7, 11, 40, 300])
 @pytest.mark.parametrize("seed", [None, 0, 991])
-def test_oracle_and_device_agree_on_a_row_that_is_right(length: int, seed: int | None) -> None:
+def test_oracle_and_device_agree_on_a_row_that_is_right(length: int, seed: int | None, page_size: int) -> None:
     tokens = list(range(100, 100 + length))
-    kv, rows = written(tokens, [5, 2, 7])
-    hashes = kv.read(rows)
-    assert int(hashes[0]) == extended_hash(0, 0, tokens, 0)
+    kv = NullKv(301, page_size)
+    table = list(range(301, 0, -1))
+    for first in (0, length // 2, length - 1):  # in pieces, read in between: what a page remembers must not be old
+        kv.write(table, first, tokens[first:])
+        text_hash = kv.read(table, length)
+        assert text_hash == extended_hash(0, 0, tokens, 0)
+        assert kv.read(table, first) == extended_hash(0, 0, tokens[:first], 0)
     salt = 0 if seed is None else (seed * 0x2545F4914F6CDD1D + length) % 2**64
-    got = next_tokens(hashes, [salt], 4096)
-    assert int(got[0]) == next_token(int(hashes[0]), length, seed, 4096)
+    assert next_tokens([text_hash], [salt], 4096) == [next_token(text_hash, length, seed, 4096)]
 
 
 @pytest.mark.parametrize("wrong", [[5, 2, 6], [5, 5, 7], [2, 5, 7], [5, 2, 0]])
 def test_a_wrong_page_is_another_hash(wrong: list[int]) -> None:
-    kv, rows = written(list(range(11)), [5, 2, 7])
-    assert kv.read(rows) != kv.read(Rows(np.array([wrong], np.int32), rows.starts, rows.num_new))
+    kv = written(list(range(11)), [5, 2, 7])
+    right = kv.read([5, 2, 7], 11)
+    assert kv.read(wrong, 11) != right
+    assert kv.read([5, 2, 7], 11) == right
 
 
-def test_a_spoiled_page_and_new_weights_are_another_hash() -> None:
-    kv, rows = written(list(range(11)), [5, 2, 7])
-    before = kv.read(rows)
+def test_whatever_changes_a_page_changes_the_hash() -> None:
+    kv = written(list(range(11)), [5, 2, 7])
+    before = kv.read([5, 2, 7], 11)
     kv.copy_page(2, 3)
-    assert kv.read(Rows(np.array([[5, 3, 7]], np.int32), rows.starts, rows.num_new)) == before
-    kv.spoil(column(2))
-    assert kv.read(rows) != before
+    assert kv.read([5, 3, 7], 11) == before
+    kv.spoil([2])
+    spoiled = kv.read([5, 2, 7], 11)
+    assert spoiled != before
+    kv.copy_page(3, 2)
+    assert kv.read([5, 2, 7], 11) == before
+    kv.write([5, 2, 7], 5, [99])
+    assert kv.read([5, 2, 7], 11) not in (before, spoiled)
+    kv.write([5, 2, 7], 5, [5])
+    assert kv.read([5, 2, 7], 11) == before
     kv.weights_version = 1
-    kv.write(Rows(rows.tables, column(0), column(11)), np.arange(11, dtype=np.int32))
-    assert kv.read(rows) != before
+    kv.write([5, 2, 7], 0, list(range(11)))
+    assert kv.read([5, 2, 7], 11) != before
 
 
 def test_the_oracle_ends_an_answer_at_its_first_stop() -> None:
     tokens = continuation([7, 8, 9], 6, None, 0, 4096)
     assert continuation([7, 8, 9, *tokens[:2]], 4, None, 0, 4096) == tokens[2:]
-    assert ended(tokens, ()) == ("length", tokens)
-    assert ended(tokens, {tokens[2]}) == ("stop", tokens[:3])
+    assert continuation([7, 8, 9], 6, None, 0, 4096, {tokens[2]}) == tokens[:3]
+    assert continuation([7, 8, 9], 2, None, 0, 4096, {tokens[2]}) == tokens[:2]
 
 
 def test_only_a_simulation_opens_the_null_device() -> None:
@@ -133,7 +144,7 @@ def test_a_run_says_how_to_replay_what_failed_and_returns_its_code() -> None:
 
 
 def test_minutes_bound_a_soak() -> None:
-    now = iter(range(0, 1000, 25))
+    now = iter(range(0, 1000, 12))
     said: list[str] = []
     code = simulate(
         seed=0,
@@ -147,6 +158,35 @@ def test_minutes_bound_a_soak() -> None:
     )
     assert code == 0
     assert said[-1].startswith("2 seeds, ")
+
+
+def test_a_soak_goes_on_where_it_was_stopped_and_adds_up(tmp_path: Path) -> None:
+    file = tmp_path / "soak.json"
+    arguments = {"seed": 5, "num_steps": 20, "minutes": 0.0, "is_verbose": False, "summary": file}
+    steps = 0
+    for _ in range(2):
+        said: list[str] = []
+        assert simulate(num_seeds=9, profile=ALL, say=said.append, **arguments) == 0
+        steps += int(said[-1].split()[2])
+    soak = json.loads(file.read_text())
+    assert {name: one["next_seed"] for name, one in soak["profiles"].items()} == {
+        name: 5 + (4 if i < 2 else 2) for i, name in enumerate(CLEAN)
+    }
+    assert (soak["total"]["seeds"], soak["total"]["steps"], soak["total"]["failed"]) == (18, steps, 0)
+    assert sum(one["num_steps"] for one in soak["profiles"].values()) == steps
+    assert soak["marks"]["arrive"] > 0
+    with pytest.raises(BadRequest, match="give the same"):
+        simulate(num_seeds=1, profile=ALL, say=said.append, **{**arguments, "num_steps": 21})
+
+
+def test_a_soak_counts_what_failed_and_goes_on_behind_it(tmp_path: Path) -> None:
+    file = tmp_path / "soak.json"
+    arguments = {"seed": 3, "num_seeds": 2, "num_steps": 300, "profile": "canary", "minutes": 0.0, "summary": file}
+    assert simulate(**arguments, is_verbose=False, say=lambda _: None) == WrongToken.exit_code
+    soak = json.loads(file.read_text())
+    assert soak["total"]["failed"] == 1
+    assert soak["profiles"]["canary"]["next_seed"] == 4
+    assert soak["profiles"]["canary"]["failed"]["3"].startswith("tokens: ")
 
 
 def test_a_simulation_needs_no_torch() -> None:

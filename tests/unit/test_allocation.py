@@ -11,16 +11,8 @@ from strategies import PAGE_SIZES, Books, blocks, geometry, make_books, snapshot
 
 from devices.page_pool import OutOfPages
 from devices.pages import IntArray
-from mem_cache.allocation import (
-    PageRange,
-    decode,
-    extend,
-    plan,
-    plan_release,
-    prealloc,
-    speculate,
-)
 from mem_cache.audit import Holding, audit
+from mem_cache.growth import PageRange, decode, extend, plan, plan_release, prealloc, speculate
 from mem_cache.kv_info import LadderError, ReqKvInfo, RowGeometry
 from mem_cache.rows import OutOfRows
 from mem_cache.tree.keys import Namespace

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from strategies import Books, blocks, make_books, snapshot, tokens_of
 
-from mem_cache.allocation import decode, extend, plan
 from mem_cache.audit import Holding, Violation, audit
+from mem_cache.growth import decode, extend, plan
 from mem_cache.kv_info import Owner, OwnerKind, ReqKvInfo
 from mem_cache.tree.keys import Namespace
 from mem_cache.tree.node import Node

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from devices.page_pool import OutOfPages, PageFamilies, PageFamily
-from mem_cache.allocation import KvAllocator, extend, plan
+from mem_cache.allocation import KvAllocator
 from mem_cache.audit import Holding, audit
+from mem_cache.growth import extend, plan
 from mem_cache.kv_info import LadderError, Owner, OwnerKind, ReqKvInfo, RowGeometry
 from mem_cache.rows import OutOfRows, RowPool
 from mem_cache.tree.components import FullPages

@@ -330,11 +330,11 @@ def test_a_damaged_header_is_a_load_error_without_time_or_memory(case, tmp_path)
     path = tmp_path / "damaged.gguf"
     path.write_bytes(data)
     tracemalloc.start()
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         with pytest.raises(ModelLoadError) as error:
             GgufSource(path)
-        seconds, peak = time.perf_counter() - start, tracemalloc.get_traced_memory()[1]
+        seconds, peak = time.process_time() - start, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert message in str(error.value)

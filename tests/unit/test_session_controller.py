@@ -9,8 +9,9 @@ import pytest
 
 from devices.base import Capabilities
 from devices.page_pool import PageFamilies, PageFamily
-from mem_cache.allocation import KvAllocator, extend, plan
+from mem_cache.allocation import KvAllocator
 from mem_cache.audit import audit
+from mem_cache.growth import extend, plan
 from mem_cache.kv_info import ReqKvInfo, RowGeometry
 from mem_cache.rows import RowPool
 from mem_cache.tree.components import FullPages

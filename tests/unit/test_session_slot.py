@@ -11,8 +11,9 @@ import pytest
 from devices.base import Capabilities
 from devices.page_pool import PageFamilies, PageFamily
 from devices.pages import ceil_page, floor_page
-from mem_cache.allocation import KvAllocator, extend, plan
+from mem_cache.allocation import KvAllocator
 from mem_cache.audit import audit
+from mem_cache.growth import extend, plan
 from mem_cache.kv_info import LadderError, OwnershipError, RecurrentState, ReqKvInfo, RowGeometry, Turn
 from mem_cache.rows import RowPool
 from mem_cache.tree.components import FullPages

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import page_sizes
 
-from mem_cache.sizing import DEFAULT_MAX_RUNNING, DoesNotFit, attention_token_bytes, row_width, size_pools
+from mem_cache.sizing import (
+    DEFAULT_MAX_RUNNING,
+    DoesNotFit,
+    WindowLayers,
+    attention_token_bytes,
+    row_width,
+    size_pools,
+)
 
 
 def test_bytes_of_a_token_are_a_key_and_a_value_of_every_head_of_every_layer() -> None:
@@ -74,3 +81,40 @@ def test_a_budget_that_buys_nothing_says_what_to_change() -> None:
 def test_the_reserve_of_a_step_widens_the_row() -> None:
     size = size_pools(budget_bytes=10_000, token_bytes=1, page_size=16, context_len=100, max_reserve=24)
     assert size.row_width == 128
+
+
+@given(
+    st.integers(1, 16),
+    st.integers(1, 16),
+    st.integers(0, 30_000),
+    st.integers(1, 60),
+    st.integers(1, 60),
+    st.integers(1, 5),
+)
+def test_a_window_pool_is_as_large_as_its_rows_can_need_and_the_rest_buys_full_pages(
+    full_bytes: int, window_bytes: int, budget: int, window: int, chunk: int, rows: int
+) -> None:
+    layers, page_size = WindowLayers(window_bytes, window, chunk), 4
+    per_row = layers.pages_per_row(100, page_size)
+    assert per_row <= 25
+
+    def cost(num_pages: int) -> int:
+        return page_size * (full_bytes * (num_pages + 1) + window_bytes * (min(num_pages, rows * per_row) + 1))
+
+    affordable = 0
+    while cost(affordable + 1) <= budget:
+        affordable += 1
+    sizes = {"page_size": page_size, "context_len": 100, "max_running_requests": rows, "windowed": layers}
+    if affordable == 0:
+        with pytest.raises(DoesNotFit):
+            size_pools(budget_bytes=budget, token_bytes=full_bytes, **sizes)  # type: ignore[arg-type]
+        return
+    size = size_pools(budget_bytes=budget, token_bytes=full_bytes, **sizes)  # type: ignore[arg-type]
+    assert size.num_pages == affordable
+    assert size.num_window_pages == min(affordable, size.num_rows * per_row)
+    assert size.num_bytes <= budget
+
+
+def test_whole_prompts_need_windows_as_wide_as_rows() -> None:
+    assert WindowLayers(1, 8, None).pages_per_row(100, 4) == 25
+    assert WindowLayers(1, 8, 16).pages_per_row(1000, 4) == 2 * 2 + 2 * 4 + 4

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from engine.sim.events.kinds import Kind
 from engine.sim.world import LateFence, World
 
@@ -29,8 +27,7 @@ class HoldFence:
     num_steps: int
 
     def apply(self, world: World) -> str:
-        held = [node.held["full"] for node in world.core.allocator.tree.nodes()]
-        pages = np.concatenate(held) if held else np.empty(0, dtype=np.int32)
+        pages = [page for node in world.core.allocator.tree.nodes() for page in node.held["full"].tolist()]
         fences = world.families.fence(f"reader of step {world.step}")
         lift_at = world.step + self.num_steps
         world.fences.append(LateFence(fences, lift_at, pages, world.runner.kv.content(pages)))

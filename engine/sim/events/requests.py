@@ -58,6 +58,8 @@ class Arrive:
     Attributes:
         stop_after: its own answer's token at this place becomes a stop id, so it stops there or before.
         seed: of its sampling; None is greedy.
+        scored_from: logprobs are wanted from this prompt token on, the last one where it is shorter; -1: of the answer
+            only; None: none.
     """
 
     key: int
@@ -69,6 +71,7 @@ class Arrive:
     priority: int = 0
     salt: str | None = None
     time_limit_s: float | None = None
+    scored_from: int | None = None
 
     def apply(self, world: World) -> str:
         if len(world.tickets) >= world.config.max_live or self.key in world.texts or world.find(self.key):
@@ -108,6 +111,10 @@ class Arrive:
             seed=self.seed,
             stop_token_ids=stops,
             time_limit_s=self.time_limit_s,
+            return_logprob=self.scored_from is not None,
+            logprob_start_len=-1 if self.scored_from is None else min(self.scored_from, len(prompt) - 1),
+            top_logprobs_num=0 if self.scored_from is None else self.key % 3,
+            token_ids_logprob=() if self.scored_from is None else (self.key % VOCAB_SIZE,),
         )
 
 
@@ -127,7 +134,12 @@ def draw_arrival(swarm: Swarm) -> Arrive:
         priority=rng.randrange(-2, 3) if "priority" in traits else 0,
         salt=rng.choice((None, "a", "b")) if "salt" in traits else None,
         time_limit_s=rng.uniform(0, 0.05) if "time limit" in traits and rng.random() < 0.2 else None,
+        scored_from=_draw_scored(swarm) if "logprobs" in traits and rng.random() < 0.3 else None,
     )
+
+
+def _draw_scored(swarm: Swarm) -> int:
+    return swarm.rng.choice((-1, 0, swarm.rng.randrange(4 * swarm.config.page_size)))
 
 
 def _draw_prompt(swarm: Swarm, key: int) -> Prompt:
@@ -248,14 +260,24 @@ def _fits(world: World, ticket: Ticket) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """The result of a launched step is no number for one of its requests. `place`: among the running ones."""
+    """The result of a launched step is no number for one of its requests.
+
+    Attributes:
+        place: among the running ones.
+        aborted: it is aborted just before, when nothing else can be seen of that result any more.
+    """
 
     place: int
+    aborted: bool = False
 
     def apply(self, world: World) -> str:
         ticket = world.running(self.place)
         if ticket is None or world.core.num_in_flight == 0:
             return "nan?"
+        if self.aborted:
+            Abort(ticket.key, ticket.index).apply(world)
+            if ticket.request.finish is not None:
+                return "nan?"
         world.runner.nan_row = ticket.request.kv.row
         ticket.is_nan_due = True
         world.marks["not finite"] += 1
@@ -269,5 +291,5 @@ KINDS = (
     Kind("abort retracted", lambda swarm: AbortRetracted(swarm.rng.randrange(8))),
     Kind("disconnect", lambda swarm: Disconnect(swarm.rng.randrange(8))),
     Kind("retract", lambda swarm: Retract(swarm.rng.randrange(8))),
-    Kind("not finite", lambda swarm: NotFinite(swarm.rng.randrange(8)), in_flight=1.0),
+    Kind("not finite", lambda s: NotFinite(s.rng.randrange(8), s.rng.random() < 0.3), in_flight=1.0),
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from devices.pages import page_count
+from devices.pages import floor_page, page_count
 from engine.errors import BadRequest
 from engine.sampling.params import SamplingParams
 from engine.sim.events.kinds import Kind, Swarm
@@ -140,13 +140,28 @@ class Fork:
         world.core.close_session(name_of(self.child))
         world.histories.pop(self.child, None)
         length = max(0, len(history) - self.tokens)
+        owed = self._owed(world, length)
         child = world.core.sessions.fork(name_of(self.session), length=length, new_id=name_of(self.child))
         if child.log.tokens.tolist() != history[:length]:
             raise BrokenPromise("fork", f"the child of {self.session} has another history than its {length} tokens")
+        if child.held_tokens < owed:
+            raise BrokenPromise("fork", f"the child of {self.session} has {child.held_tokens} tokens of KV, not {owed}")
         _opened(world, self.child, history[:length], world.timeouts.get(self.session))
+        world.row_versions[self.child] = world.row_versions.get(self.session, -1)
         world.marks["session fork"] += 1
         world.marks["session fork with a row"] += child.slot.has_row
         return f"fork@{self.session}>{self.child}"
+
+    def _owed(self, world: World, length: int) -> int:
+        """Tokens of KV that the child gets at least: all that the row holds, where a row and a page are to spare."""
+        record, page_size = world.core.sessions.get(name_of(self.session)).slot.record, world.config.page_size
+        is_spare = world.allocator.rows.num_free > 0 and world.families.pools["full"].num_free > 0
+        if record.req_pool_idx is None or not is_spare or world.families.fails_in is not None:
+            return 0
+        length = min(length, record.kv_committed_len)
+        if world.config.resume_unit == "page":
+            length = floor_page(length, page_size)
+        return length if length >= record.cache_protected_len else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The parts of a decoder layer in plain torch: what every CPU can run, and what faster forms are tested against."""
+"""The parts of a decoder layer in plain torch: what every device can run, and what faster forms are tested against."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged attention on the CPU with plain torch: gather a row's pages, multiply, mask, normalise, multiply.
+"""Paged attention in plain torch: gather a row's pages, multiply, mask, normalise, multiply.
 
 Requests with one new token (decode) are batched: rows of similar length share one padded product. Requests with more
 (prefill, chunk) are computed one by one in blocks of queries. KV is `[pages, num_kv_heads, page_size, head_dim]`.
@@ -10,6 +10,7 @@ reach a result, and `0 * NaN` is NaN: masked keys are *filled*, not added to, an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,7 @@ class PagedAttention:
         self._decode: list[_DecodeGroup] = []
         self._prefill: list[_Prefill] = []
         self._write = torch.empty(0, dtype=torch.int64)
+        self._device = self._write.device
 
     def plan(self, step: AttentionMetadata) -> None:
         """Turn page tables into gather and scatter indices, once for all layers."""
@@ -72,9 +74,10 @@ class PagedAttention:
         page, offset = np.divmod(step.slots, page_size)
         # Token t, head h is row (page * heads + h) * page_size + offset of the KV seen as [slots * heads, head_dim].
         write = (page[:, None] * heads + head) * page_size + offset[:, None]
-        self._write = torch.from_numpy(write.reshape(-1))
+        self._device = step.page_tables.device
+        self._write = self._placed(write.reshape(-1))
 
-        tables = step.page_tables.numpy().astype(np.int64)
+        tables = step.page_tables.cpu().numpy().astype(np.int64)
         num_pages = page_counts(step.seq_lens, page_size)
         # Entries behind a row's last readable page are nobody's or another's: read its own first page there, masked.
         # That page is full of the row's own tokens, since a row of one page is batched with its like only.
@@ -86,7 +89,7 @@ class PagedAttention:
                 int(starts[i]),
                 int(step.query_lens[i]),
                 int(step.seq_lens[i]),
-                torch.from_numpy(gather[i, :, : num_pages[i]]),
+                self._placed(gather[i, :, : num_pages[i]]),
             )
             for i in np.flatnonzero(step.query_lens > 1)
         ]
@@ -120,11 +123,14 @@ class PagedAttention:
         stale = ((row[:, None] * self.num_kv_heads + head) * length + stale_key[:, None]).reshape(-1)
         whole_step = len(rows) == len(step.query_lens)
         return _DecodeGroup(
-            tokens=None if whole_step else torch.from_numpy(starts[rows].astype(np.int64)),
-            gather=torch.from_numpy((gather if whole_step else gather[rows])[:, :, :pages]),
-            masked=torch.from_numpy(masked).unsqueeze(1),
-            stale=torch.from_numpy(stale),
+            tokens=None if whole_step else self._placed(starts[rows].astype(np.int64)),
+            gather=self._placed((gather if whole_step else gather[rows])[:, :, :pages]),
+            masked=self._placed(masked).unsqueeze(1),
+            stale=self._placed(stale),
         )
+
+    def _placed(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KvLayer) -> torch.Tensor:
         """See `devices.base.AttentionBackend.forward`."""
@@ -175,7 +181,7 @@ class PagedAttention:
 
     def _hidden(self, num_queries: int, past: int) -> torch.Tensor:
         """Keys that a query must not see, bool [num_queries, past + num_queries]: later ones, and those too old."""
-        hidden = torch.ones(num_queries, past + num_queries, dtype=torch.bool)
+        hidden = torch.ones(num_queries, past + num_queries, dtype=torch.bool, device=self._device)
         later = hidden.triu(past + 1)
         return later if self.window is None else later | hidden.tril(past - self.window)
 
