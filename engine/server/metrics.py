@@ -42,6 +42,10 @@ LATENCIES_S = (
 )
 
 
+GRAPH_STEPS = "graph_steps_"
+"""Start of the names of those figures (`engine.runner.ModelRunner.counts`)."""
+
+
 class EngineGauges(Collector):
     """The engine's own figures, from its latest sign of life."""
 
@@ -87,6 +91,13 @@ class EngineGauges(Collector):
         ):
             owners.add_metric([owner], count * page)
         yield owners
+        steps = GaugeMetricFamily(
+            "rung:decode_graph_steps", "Steps by how they ran, where there are graphs.", labels=["how"]
+        )
+        for name, count in stats.items():
+            if name.startswith(GRAPH_STEPS):
+                steps.add_metric([name.removeprefix(GRAPH_STEPS)], count)
+        yield steps
         yield CounterMetricFamily(
             "rung:evicted_tokens", "Cached tokens that had to go.", value=stats["evicted_tokens_total"]
         )

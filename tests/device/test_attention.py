@@ -233,6 +233,15 @@ def test_a_window_ends_where_it_says_in_prefill_chunk_verify_and_decode(
     requests.assert_right()
 
 
+@pytest.mark.parametrize("window", [3, 40])
+def test_a_chunk_whose_window_begins_pages_behind_the_first(device: Device, page_size: int, window: int) -> None:
+    requests = Requests(device, page_size, [3 * page_size + 9, 2 * page_size + 50], window=window)
+    requests.step({0: 3 * page_size - 2, 1: 2 * page_size + 1})
+    requests.step({0: 7, 1: 45})
+    requests.step({0: 1, 1: 3})
+    requests.assert_right()
+
+
 def test_a_window_as_wide_as_the_row_hides_nothing(device: Device, page_size: int) -> None:
     wide, open_ended = (Requests(device, page_size, [40, 9], window=window) for window in (40, None))
     for requests in (wide, open_ended):
