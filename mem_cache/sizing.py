@@ -104,7 +104,7 @@ def size_pools(
         most_windows = (max_running_requests or DEFAULT_MAX_RUNNING) * windowed.pages_per_row(width, page_size)
     budget_bytes -= page_bytes + window_bytes  # the padding pages cost memory as well
     num_pages = budget_bytes // (page_bytes + window_bytes)
-    if num_pages > most_windows > 0:
+    if num_pages >= most_windows > 0:
         num_pages = (budget_bytes - most_windows * window_bytes) // page_bytes
     tokens = num_pages * page_size
     if max_total_tokens is not None:
