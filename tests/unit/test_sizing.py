@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import page_sizes
 
@@ -91,6 +91,7 @@ def test_the_reserve_of_a_step_widens_the_row() -> None:
     st.integers(1, 60),
     st.integers(1, 5),
 )
+@example(1, 11, 1012, 1, 5, 2)  # as many full pages as window pages, and memory for one more
 def test_a_window_pool_is_as_large_as_its_rows_can_need_and_the_rest_buys_full_pages(
     full_bytes: int, window_bytes: int, budget: int, window: int, chunk: int, rows: int
 ) -> None:
