@@ -28,6 +28,7 @@ import torch
 from devices.base import AttentionMetadata, KvLayer
 from devices.npu.arguments.attention import BAND, CAUSAL, AttentionShape, PagedAttention
 from devices.npu.arguments.kv_write import KvWrite, host_slots
+from devices.pages import page_count, page_split
 
 MOST_MASKED_ALONE = 512
 """Keys up to which a mask of a single row is known to be obeyed (vllm-ascend #15503): a longer one goes as two rows."""
@@ -142,11 +143,11 @@ class NpuAttention:
 
     def _prefill(self, step: AttentionMetadata, row: int) -> PagedAttention:
         num_new, seq_len = int(step.query_lens[row]), int(step.seq_lens[row])
-        last = -(-seq_len // step.page_size)
+        last = page_count(seq_len, step.page_size)
         if self.window is None:
             table = step.page_tables[row : row + 1, :last]
             return PagedAttention(self.shape, step.page_size, num_new, [seq_len], table, self._triangle(), CAUSAL)
-        first = max(0, seq_len - num_new + 1 - self.window) // step.page_size  # of the oldest query's window
+        first, _ = page_split(max(0, seq_len - num_new + 1 - self.window), step.page_size)  # of the oldest query
         table = step.page_tables[row : row + 1, first:last]
         kv_len = seq_len - first * step.page_size
         return PagedAttention(
@@ -165,7 +166,7 @@ class NpuAttention:
     def _window_pages(self, page_size: int, table_width: int) -> int:
         """Pages that a window touches at most."""
         assert self.window is not None
-        return min(table_width, (self.window + page_size - 2) // page_size + 1)
+        return min(table_width, page_count(self.window - 1, page_size) + 1)
 
     def _old_tokens(self, num_old: npt.NDArray[np.int32], length: int) -> torch.Tensor:
         """bool [rows, 1, 1, length], true for the first `num_old` of each row."""

@@ -54,7 +54,7 @@ class Scheduler:
         clock: seconds; every decision about time is taken on it.
         num_retracted: retractions since the start.
         num_prompt_tokens, num_cached_tokens: prompt tokens of admitted requests, and how many were not computed.
-    misses: admitted requests that found less than all of their prompt's pages, by the reason.
+        misses: admitted requests that found less than all of their prompt's pages, by the reason.
     """
 
     def __init__(
