@@ -17,6 +17,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", action="append", choices=DEVICE_NAMES, help="run device tests on this device")
     folder = "~/.cache/rung/ascend-lowering"
     parser.addoption("--ascend-lowering", default=folder, help="where scripts/npu/lowering_env put the compilers")
+    folder = "~/.cache/rung/torch-npu-meta"
+    parser.addoption("--torch-npu-meta", default=folder, help="where scripts/npu/meta_env put torch_npu and its stubs")
     parser.addoption("--families-states", type=int, default=1500, help="states of tests/property/test_families.py")
 
 

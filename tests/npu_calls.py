@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -137,3 +138,81 @@ def rotary(**changes: Any) -> dict[str, Any]:
         "sin": npu(random(1, 5, 1, DIM, seed=4)),
     }
     return call | changes
+
+
+def heads_first(**changes: Any) -> dict[str, Any]:
+    """FIA v1 in BNSD, pages [blocks, heads, block_size, dim]."""
+    call = decode(
+        query=npu(random(3, HEADS, 1, DIM, seed=1)),
+        key=npu(random(BLOCKS, KV_HEADS, BLOCK, DIM, seed=2)),
+        value=npu(random(BLOCKS, KV_HEADS, BLOCK, DIM, seed=3)),
+        input_layout="BNSD",
+    )
+    return call | changes
+
+
+def output_of(**changes: Any) -> dict[str, Any]:
+    """What `infer_output` takes of `decode`."""
+    call = decode()
+    names = ("query", "value", "input_layout", "block_table", "num_heads", "num_key_value_heads")
+    return {name: call[name] for name in names} | changes
+
+
+def output_of_v2(**changes: Any) -> dict[str, Any]:
+    call = packed()
+    names = ("query", "value", "input_layout", "block_table", "num_query_heads", "num_key_value_heads")
+    return {name: call[name] for name in names} | changes
+
+
+def norm(**changes: Any) -> dict[str, Any]:
+    return {"input": npu(random(2, 64)), "gamma": npu(random(64))} | changes
+
+
+def add_norm(**changes: Any) -> dict[str, Any]:
+    return {"x1": npu(random(2, 64)), "x2": npu(random(2, 64)), "gamma": npu(random(64))} | changes
+
+
+def gate(**changes: Any) -> dict[str, Any]:
+    return {"input": npu(random(2, 64))} | changes
+
+
+def turn(**changes: Any) -> dict[str, Any]:
+    call = {"input": npu(random(1, 5, HEADS, DIM)), "r1": npu(random(1, 5, 1, DIM)), "r2": npu(random(1, 5, 1, DIM))}
+    return call | changes
+
+
+def filtered(**changes: Any) -> dict[str, Any]:
+    call = {"logits": npu(random(2, 50)), "p": npu(torch.full((2,), 0.5, dtype=torch.bfloat16))}
+    return call | {"k": npu(torch.tensor([3, 50], dtype=torch.int32))} | changes
+
+
+def cast(**changes: Any) -> dict[str, Any]:
+    return {"input": npu(random(16, 16)), "acl_format": 2} | changes
+
+
+FIA = "npu_fused_infer_attention_score"
+
+LEGAL: dict[str, list[Callable[..., dict[str, Any]]]] = {
+    FIA: [decode, prefill, heads_first],
+    f"{FIA}_v2": [packed],
+    f"_{FIA}_get_max_workspace": [decode, prefill],
+    f"_{FIA}_v2_get_max_workspace": [packed],
+    f"_{FIA}_infer_output": [output_of],
+    f"_{FIA}_v2_infer_output": [output_of_v2],
+    "_npu_paged_attention": [paged],
+    "_npu_paged_attention_get_workspace": [paged],
+    "_npu_reshape_and_cache": [cache_write],
+    "npu_scatter_pa_kv_cache": [cache_write_pa],
+    "npu_scatter_nd_update": [scatter],
+    "npu_scatter_nd_update_": [scatter],
+    "npu_gather_pa_kv_cache": [gather],
+    "npu_gather_pa_kv_cache_functional": [gather],
+    "npu_apply_rotary_pos_emb": [rotary],
+    "npu_rms_norm": [norm],
+    "npu_add_rms_norm": [add_norm],
+    "npu_swiglu": [gate],
+    "npu_rotary_mul": [turn],
+    "npu_top_k_top_p": [filtered],
+    "npu_format_cast": [cast],
+}
+"""Legal calls by operator, of every operator that the emulator has."""

@@ -190,7 +190,7 @@ def _cache() -> Iterator[KernelCase]:
     yield KernelCase(
         name="update_tables page64",
         kernel="page_tables:update_tables_kernel",
-        arguments={**_types("*i32", *tables), "width": "i32"},
+        arguments={**_types("*i32", *tables), **_types("i32", "entries", "width")},
         constants={"PAGE": 64, "BLOCK": 1024},
         floor="one launch: 8 bytes a token",
         target="<= 12 us for 256 rows with 8192 new tokens; <= 6 us for decode",

@@ -18,10 +18,10 @@ def update_tables(
 ) -> None:
     """See `devices.cuda.kernels.page_tables.update_tables`."""
     num_changes = change_starts.diff().long()
-    owner = torch.repeat_interleave(rows.long(), num_changes)
-    first = int(change_starts[0])
-    changes = slice(first, first + len(owner))
-    tables[owner, change_at[changes].long()] = change_page[changes]
+    owner = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), num_changes)
+    change = torch.arange(len(owner), device=rows.device) + change_starts[0]
+    place = (change_at - change_starts[:-1])[owner] + change
+    tables[rows.long()[owner], place] = change_page[change]
     num_new = token_starts.diff().long()
     entry = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), num_new)
     token = torch.arange(len(entry), device=rows.device) + token_starts[0]

@@ -13,15 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import make_llm, outputs, prompts_with_shared_heads, run, run_turn
-from tiny_models import save_tiny_model
+from npu_workload import exercise
 
 from devices.npu.emulator import NpuCall, recorded_calls
 
 pytestmark = [pytest.mark.devices("npu-sim"), pytest.mark.usefixtures("on_device")]
 
 TABLE = Path(__file__).resolve().parents[1] / "data" / "torch_npu-2.13-called.txt"
-WINDOWS = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 40, "head_dim": 16}
 
 
 def schemas() -> dict[tuple[str, str], Any]:
@@ -35,14 +33,7 @@ def calls(on_device: str, tmp_path_factory: pytest.TempPathFactory) -> Sequence[
     if on_device != "npu-sim":
         pytest.skip("only the emulator records calls")
     before = recorded_calls()
-    path = tmp_path_factory.mktemp("windowed")
-    save_tiny_model(path, "qwen3", layer_types=["sliding_attention", "full_attention"], **WINDOWS)
-    llm = make_llm(path, cuda_graph_max_bs=2)
-    prompts = prompts_with_shared_heads(seed=3, n=3, max_len=150)
-    assert len(outputs(run(llm, prompts))) == 3
-    session = llm.core.sessions.open()
-    for turn in prompts[:2]:
-        run_turn(llm, session.id, turn)
+    exercise(tmp_path_factory.mktemp("windowed"))
     return list(recorded_calls() - before)
 
 

@@ -1,26 +1,19 @@
-"""A kernel that breaks the rules of `devices/npu/kernels/slots.py`, so that the judge is seen to judge."""
+"""A kernel that breaks the rules of kernels that NPUs share (docs/cuda.md), so that the judge is seen to judge."""
 
 from __future__ import annotations
 
-from typing import Any
+import triton
+import triton.language as tl
 
-tl: Any = None
+TYPES = {"table": "*i32", "positions": "*i32", "out": "*i32", "batch": "i32"}
 
 
-def careless_kernel(table: tl.tensor, positions: tl.tensor, out: tl.tensor, batch: tl.tensor, page_size: tl.constexpr):
-    """One gather an element, `%`, and 64-bit slots."""
+@triton.jit
+def careless_kernel(table, positions, out, batch, page_size: tl.constexpr):
+    """One gather an element, `%` and 64 bits in vectors, and a store whose mask begins in the middle."""
     lane = tl.arange(0, page_size)
-    mask = lane < batch
-    position = tl.load(positions + lane, mask=mask, other=0)
-    page = tl.load(table + position // page_size, mask=mask, other=0)
+    mask = (lane < batch) & (lane > 2)
+    position = tl.load(positions + lane, mask=lane < batch, other=0)
+    page = tl.load(table + position // page_size, mask=lane < batch, other=0)
     slot = page.to(tl.int64) * page_size + (position % page_size).to(tl.int64)
     tl.store(out + lane, slot.to(tl.int32), mask=mask)
-
-
-def kernel() -> Any:
-    global tl  # noqa: PLW0603
-    import triton
-    import triton.language
-
-    tl = triton.language
-    return triton.jit(careless_kernel)

@@ -1,11 +1,11 @@
-"""Compiles our Ascend kernels down to planned on-chip memory and reports what became of them, as JSON.
+"""Compiles the kernels that NPUs can share down to planned on-chip memory for Ascend, and reports what became of them.
 
 Runs in a process of its own, with the folder of `scripts/npu/lowering_env` first on the path: Triton-Ascend is a whole
 `triton` package. Three stages run here: Triton's front end, its adapter to linalg, and the open part of the compiler
 (`bishengir-compile`), which plans buffers and synchronisation and leaves `module.hivm.opt.mlir`. The closed last stage
-is not on PyPI; that it is missing is the expected end.
+is not on PyPI; that it is missing is the expected end. The report is JSON, one entry a kernel.
 
-    PYTHONPATH=<that folder>:<repository> python tests/lowering/lower.py Ascend910B3
+    PYTHONPATH=<that folder>:<repository>:<repository>/tests/lowering python tests/lowering/lower.py Ascend910B3
 """
 
 from __future__ import annotations
@@ -16,34 +16,67 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from devices.cuda.aot import DIVISIBLE, KernelCase
+from devices.cuda.kernel_cases import CASES
+
 ELEMENT_BYTES = {"i1": 1, "i8": 1, "i16": 2, "f16": 2, "bf16": 2, "i32": 4, "f32": 4, "i64": 8, "f64": 8}
 
-PAGES = {"table": "*i32", "rows": "*i32", "starts": "*i32", "lens": "*i32", "firsts": "*i32", "offsets": "*i32"}
-SIGNATURE = PAGES | {"out": "*i32", "pages": "*i32", "positions": "*i32", "batch": "i32", "width": "i32"}
-SIGNATURE |= {"num_changes": "i32"}
+SHARED = (
+    "update_tables page64",
+    "write_kv 8x128 bf16",
+    "merge d128",
+    "copy_pages 8x64x128",
+    "rms_norm add 4096",
+    "rms_norm heads 128",
+    "rotate 40x128 halves",
+    "rotate 40x128 interleaved",
+    "silu gate 12288",
+    "conv decode w4",
+    "conv prefill w4",
+    "gated delta 128x128",
+    "mamba2 64x128",
+)
+"""Cases of `devices.cuda.kernel_cases` that lower; docs/cuda.md says why the others do not."""
+
+VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("update_tables page64", "update_tables page128", {"PAGE": 128}),
+    ("update_tables page64", "update_tables page512", {"PAGE": 512}),
+    ("rms_norm add 4096", "rms_norm 4096", {"ADDS": False}),
+    ("rotate 40x128 halves", "rotate a part", {"WIDTH": 160, "REST_BLOCK": 32}),
+    ("silu gate 12288", "gelu gate 12288", {"ACTIVATION": "gelu"}),
+    ("silu gate 12288", "gelu_tanh gate 12288", {"ACTIVATION": "gelu_tanh"}),
+)
+"""Case, name, other constants: what a case of the GPU's tests does not show."""
 
 
-def variants() -> dict[str, tuple[str, dict[str, int]]]:
-    """Name of a variant -> kernel and its compile-time values."""
-    found: dict[str, tuple[str, dict[str, int]]] = {"update": ("update_kernel", {"block": 256})}
-    for shift in (4, 7, 8):
-        found[f"slots page {1 << shift}"] = ("slots_kernel", {"shift": shift, "page_size": 1 << shift})
-        decode = {"shift": shift, "page_size": 1 << shift, "block": 128}
-        found[f"decode page {1 << shift}"] = ("decode_slots_kernel", decode)
-    return found
+def shared_cases() -> list[KernelCase]:
+    named = {case.name: case for case in CASES}
+    varied = [replace(named[of], name=name, constants={**named[of].constants, **new}) for of, name, new in VARIANTS]
+    return [named[name] for name in SHARED] + varied
 
 
-def to_linalg(kernel: Any, constants: dict[str, int], arch: str) -> str:
-    """Front end and adapter. Raises CalledProcessError when the adapter refuses."""
+def kernel_of(case: KernelCase) -> Any:
+    module, _, function = case.kernel.partition(":")
+    return getattr(import_module(f"devices.cuda.kernels.{module}"), function)
+
+
+def to_linalg(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], arch: str) -> tuple[str, int]:
+    """Front end and adapter: the module's text, and how many loads of tensors the source has.
+
+    Raises CalledProcessError when the adapter refuses.
+    """
     from triton._C.libtriton import ir
     from triton.backends.ascend import compiler as ascend
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import ASTSource, make_backend
 
-    signature = {name: SIGNATURE[name] for name in kernel.arg_names if name not in constants}
+    signature = {name: types[name].removesuffix(DIVISIBLE) for name in kernel.arg_names if name not in constants}
     source = ASTSource(kernel, signature, constants=dict(constants), attrs=ascend.AscendAttrsDescriptor())
     target = GPUTarget("npu", arch, 0)
     backend = make_backend(target)
@@ -54,8 +87,9 @@ def to_linalg(kernel: Any, constants: dict[str, int], arch: str) -> str:
     codegen, modules = backend.get_codegen_implementation(), backend.get_module_map()
     metadata = {"target": target, "hash": "-", **options.__dict__}
     module = ascend.make_ttir(source.make_ir(options, codegen, modules, context), metadata, options)
+    loads = len(re.findall(r"tt\.load .*: tensor<", str(module)))
     text: str = ascend.ttir_to_linalg(module, metadata, options, named_ops=True)
-    return re.sub(r', mix_mode\s*=\s*"[^"]*"', "", text)
+    return re.sub(r', mix_mode\s*=\s*"[^"]*"', "", text), loads
 
 
 def to_hivm(linalg: str, arch: str, compiler: Path) -> str:
@@ -85,8 +119,16 @@ def buffer_bytes(memref: str) -> int:
     return -(-elements // 8) if kind == "i1" else elements * ELEMENT_BYTES[kind]
 
 
+def element_accesses(text: str) -> int:
+    """Loads and stores of one element whose place is a loop's counter: the loop goes over elements, which is slow."""
+    counters = re.findall(r"scf\.for (%\w+) =", text)
+    places = re.findall(r"memref\.(?:load|store) [^\[\n]*\[([^\]\n]*)\]", text)
+    indexed = [name for name in set(counters) if any(name in place.split(", ") for place in places)]
+    return sum(name in place.split(", ") for name in indexed for place in places)
+
+
 def statistics(module: str) -> dict[str, Any]:
-    """Of the device function: peak bytes by memory, and how often it touches single elements, loops and calls."""
+    """Of the device function: peak bytes on chip, and how often it touches single elements, 64 bits and memory."""
     functions = re.split(r"(?=^  func\.func @)", module, flags=re.M)
     (text,) = [f for f in functions if "function_kind<DEVICE>" in f.split("\n", 1)[0]]
     constants = dict(re.findall(r"(%c\w+) = arith\.constant (-?\d+) : i64", text))
@@ -102,10 +144,10 @@ def statistics(module: str) -> dict[str, Any]:
         "ub_bytes": peak["ub"],
         "scalar_stores": len(re.findall(r"memref\.store .*address_space<(?:ub|gm)>", text)),
         "scalar_loads": len(re.findall(r"memref\.load .*address_space<(?:ub|gm)>", text)),
-        "loops": len(re.findall(r"scf\.(?:for|while)", text)),
+        "element_accesses": element_accesses(text),
+        "barriers": text.count("pipe_barrier[<PIPE_ALL>]"),
         "int64_vectors": len(re.findall(r"memref<\d+(?:x\d+)*xi64[^\n]*address_space<ub>", text)),
-        "gm_writes": sum(n for name, n in calls.items() if name.startswith("store_ubuf_to_gm")),
-        "calls": dict(calls),
+        "gm_reads": sum(n for name, n in calls.items() if name.startswith("load_gm_to_ubuf")),
     }
 
 
@@ -113,14 +155,13 @@ def main(arch: str) -> None:
     import careless
     import triton
 
-    from devices.npu.kernels.slots import kernels
-
     compiler = Path(triton.__file__).parents[1] / "ascendnpuir" / "bin" / "bishengir-compile"
-    built = kernels()
+    jobs = {case.name: (kernel_of(case), case.arguments, case.constants) for case in shared_cases()}
+    jobs["careless"] = (careless.careless_kernel, careless.TYPES, {"page_size": 128})
     report = {}
-    built["careless"] = careless.kernel()
-    for name, (kernel, constants) in (variants() | {"careless": ("careless", {"page_size": 128})}).items():
-        report[name] = statistics(to_hivm(to_linalg(built[kernel], constants, arch), arch, compiler))
+    for name, (kernel, types, constants) in jobs.items():
+        linalg, loads = to_linalg(kernel, types, constants, arch)
+        report[name] = statistics(to_hivm(linalg, arch, compiler)) | {"source_loads": loads}
     print(json.dumps(report))
 
 

@@ -211,23 +211,6 @@ CASES: list[tuple[str, str, Build]] = [
     ("nd-only", "npu_format_cast", lambda: {"input": half(16, 16), "acl_format": 29}),
 ]
 
-LEGAL: dict[str, list[Build]] = {
-    FIA: [calls.decode, calls.prefill],
-    FIA2: [calls.packed],
-    "_npu_paged_attention": [calls.paged],
-    "_npu_reshape_and_cache": [calls.cache_write],
-    "npu_scatter_pa_kv_cache": [calls.cache_write_pa],
-    "npu_scatter_nd_update_": [calls.scatter],
-    "npu_gather_pa_kv_cache": [calls.gather],
-    "npu_apply_rotary_pos_emb": [calls.rotary],
-    "npu_rms_norm": [lambda: {"input": half(2, 64), "gamma": half(64)}],
-    "npu_add_rms_norm": [lambda: {"x1": half(2, 64), "x2": half(2, 64), "gamma": half(64)}],
-    "npu_swiglu": [lambda: {"input": half(2, 64)}],
-    "npu_rotary_mul": [lambda: {"input": half(1, 5, 6, 64), "r1": half(1, 5, 1, 64), "r2": half(1, 5, 1, 64)}],
-    "npu_top_k_top_p": [lambda: {"logits": half(2, 50), "k": ints(3, 50)}],
-    "npu_format_cast": [lambda: {"input": half(16, 16), "acl_format": 2}],
-}
-
 
 @pytest.mark.parametrize(
     ("rule", "operator", "build"), CASES, ids=lambda value: value if isinstance(value, str) else ""
@@ -240,14 +223,14 @@ def test_a_broken_rule_is_caught_by_its_name(npu: SimpleNamespace, rule: str, op
     assert rule in str(violation.value)
 
 
-@pytest.mark.parametrize("operator", LEGAL)
+@pytest.mark.parametrize("operator", calls.LEGAL)
 def test_the_calls_are_legal(npu: SimpleNamespace, operator: str) -> None:
-    for build in LEGAL[operator]:
+    for build in calls.LEGAL[operator]:
         getattr(npu, operator)(**build())
 
 
-def test_every_operator_has_a_broken_call_and_a_legal_one() -> None:
-    assert {operator for _, operator, _ in CASES} == set(LEGAL)
+def test_every_operator_with_a_broken_call_has_a_legal_one() -> None:
+    assert {operator for _, operator, _ in CASES} <= set(calls.LEGAL)
 
 
 def test_the_rules_say_where_they_are_from_and_what_hardware_does(npu: SimpleNamespace) -> None:

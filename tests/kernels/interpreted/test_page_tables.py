@@ -32,14 +32,14 @@ class Step:
         self.new = [int(draw.integers(0, min(room - start, 700) + 1)) for start in self.starts]
         if seed % 2:
             self.new = [min(1, n) for n in self.new]  # decode
-        self.changes = [draw.permutation(width)[: draw.integers(0, 5)].tolist() for _ in self.rows]
-        self.pages = [draw.integers(1, 5000, len(at)).tolist() for at in self.changes]
+        self.at = draw.integers(0, width, entries).tolist()
+        self.pages = [draw.integers(1, 5000, draw.integers(0, min(8, width - at) + 1)).tolist() for at in self.at]
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         tables, slots = self.tables.copy(), []
-        for row, start, new, at, pages in zip(self.rows, self.starts, self.new, self.changes, self.pages, strict=True):
-            for index, page in zip(at, pages, strict=True):
-                tables[row, index] = page
+        for row, start, new, at, pages in zip(self.rows, self.starts, self.new, self.at, self.pages, strict=True):
+            for index, page in enumerate(pages):
+                tables[row, at + index] = page
             for position in range(start, start + new):
                 page, offset = divmod(position, self.page_size)
                 slots.append(int(tables[row, page]) * self.page_size + offset)
@@ -51,8 +51,8 @@ class Step:
         form.update_tables(  # type: ignore[attr-defined]
             tables,
             int32(self.rows),
-            int32([0, *np.cumsum([len(at) for at in self.changes])]),
-            int32([*chain(*self.changes)]),
+            int32([0, *np.cumsum([len(pages) for pages in self.pages])]),
+            int32(self.at),
             int32([*chain(*self.pages)]),
             int32(self.starts),
             int32([0, *np.cumsum(self.new)]),
@@ -76,7 +76,7 @@ def test_tables_and_slots_are_what_loops_say(form: object, page_size: int, seed:
 @FORMS
 def test_a_step_without_tokens_or_changes_touches_nothing(form: object) -> None:
     step = Step(16, 0)
-    step.new, step.changes, step.pages = [0] * len(step.rows), [[] for _ in step.rows], [[] for _ in step.rows]
+    step.new, step.pages = [0] * len(step.rows), [[] for _ in step.rows]
     tables, _ = step.run(form)
     assert torch.equal(tables, torch.from_numpy(step.tables))
 
@@ -86,16 +86,42 @@ def test_a_row_far_behind_two_gib_is_not_folded_back_by_int32() -> None:
     none, width, tables = int32([0]), 1 << 13, int32([0])
     with pytest.raises(Exception, match=f"load of 4 bytes at address {tables.data_ptr() + (1 << 20) * width * 4},"):
         kernel.update_tables_kernel[(1,)](
-            tables, int32([1 << 20]), int32([0, 0]), none, none, none, int32([0, 1]), none, width, PAGE=16, BLOCK=1024
+            tables,
+            int32([1 << 20]),
+            int32([0, 0]),
+            none,
+            none,
+            none,
+            int32([0, 1]),
+            none,
+            1,
+            width,
+            PAGE=16,
+            BLOCK=1024,
         )
 
 
 def test_each_program_reads_its_own_row_only(meter: Meter) -> None:
     step = Step(64, 1)
     step.run(kernel)
-    entries, changes, tokens = len(step.rows), sum(map(len, step.changes)), sum(step.new)
+    entries, changes, tokens = len(step.rows), sum(map(len, step.pages)), sum(step.new)
     assert meter.written_bytes == 4 * (changes + tokens)
     assert meter.read_bytes <= 4 * (6 * entries + 2 * changes + 2 * tokens)
+
+
+def test_few_programs_serve_all_rows() -> None:
+    """As on an NPU, where programs are as many as cores."""
+    step = Step(16, 2)
+    tables, slots = torch.from_numpy(step.tables.copy()), torch.full((sum(step.new),), -7, dtype=torch.int32)
+    changes, tokens = (int32([0, *np.cumsum([*lens])]) for lens in (map(len, step.pages), step.new))
+    pages = int32([*chain(*step.pages)])
+    kernel.update_tables_kernel[(2,)](
+        tables, int32(step.rows), changes, int32(step.at), pages, int32(step.starts), tokens, slots,
+        len(step.rows), tables.shape[1], PAGE=16, BLOCK=64,
+    )  # fmt: skip
+    expected_tables, expected_slots = step.expected()
+    assert torch.equal(tables, expected_tables)
+    assert torch.equal(slots, expected_slots)
 
 
 def test_bad_arguments_are_named() -> None:
