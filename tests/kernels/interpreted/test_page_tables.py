@@ -111,7 +111,7 @@ def test_each_program_reads_its_own_row_only(meter: Meter) -> None:
 
 def test_few_programs_serve_all_rows() -> None:
     """As on an NPU, where programs are as many as cores."""
-    step = Step(16, 2)
+    step = Step(16, 0)
     tables, slots = torch.from_numpy(step.tables.copy()), torch.full((sum(step.new),), -7, dtype=torch.int32)
     changes, tokens = (int32([0, *np.cumsum([*lens])]) for lens in (map(len, step.pages), step.new))
     pages = int32([*chain(*step.pages)])
