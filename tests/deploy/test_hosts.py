@@ -162,6 +162,9 @@ def test_a_replica_that_is_killed_is_seen_and_passed_over(deployment: tuple[Plan
     pid = hosts.status(plan)[0].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while hosts.status(plan)[0].alive and time.monotonic() < deadline:
+        time.sleep(0.05)  # until it is gone it may take a request, which is then not sent to another
     for number in range(6):
         assert complete(str(plan.router_url), f"prompt {number}").status_code == 200
     assert [state.alive for state in hosts.status(plan)] == [False, True, True]
@@ -219,7 +222,7 @@ def here(folder: Path, **fields: Any) -> Host:
 def start(host: Host, deployment: str, name: str, command: list[str]) -> int:
     marker = {"RUNG_DEPLOYMENT": f"{deployment}/{name}"}
     request = {"verb": "start", "deployment": deployment, "name": name, "command": command, "environment": marker}
-    pid: int = ask_agent(host, {**request, "removed": ["http_proxy"], "files": {}})["pid"]
+    pid: int = ask_agent(host, {**request, "removed": ["http_proxy"], "files": {}, "setup": []})["pid"]
     return pid
 
 
@@ -328,9 +331,15 @@ def test_the_agent_over_ssh_with_awkward_paths(ssh: Path) -> None:
     name = f"far-{os.getpid()}"
     host = Host("far", "10.0.0.9", python=str(python), state_dir=str(folder / "state"))
     marker = {"RUNG_DEPLOYMENT": f"{name}/replica-0", "RUNG_API_KEY": "s3cr3t"}
-    command = ["sh", "-c", "echo key $RUNG_API_KEY proxy ${http_proxy:-none}; exec sleep 60"]
+    command = ["sh", "-c", "echo key $RUNG_API_KEY proxy ${http_proxy:-none} kit $TOOLKIT; exec sleep 60"]
     request = {"verb": "start", "deployment": name, "name": "replica-0", "command": command, "environment": marker}
-    ask_agent(host, {**request, "removed": ["http_proxy"], "files": {f"{folder}/tables/t.json": "{}"}})
+    request |= {"removed": ["http_proxy"], "files": {f"{folder}/tables/t.json": "{}"}}
+    request["setup"] = [str(folder / "set env.sh"), str(folder / "more.sh")]
+    with pytest.raises(ClusterError, match=r"set env\.sh.* cannot be sourced: .*No such file"):
+        ask_agent(host, request)
+    (folder / "set env.sh").write_text('echo noise; export http_proxy=p TOOLKIT="$(dirname "${BASH_SOURCE[0]}")/lib"\n')
+    (folder / "more.sh").write_text('export TOOLKIT=$(basename "$TOOLKIT") RUNG_API_KEY=other\n')
+    ask_agent(host, request)
     try:
         states = ask_agent(host, {"verb": "status", "deployment": name, "names": ["replica-0"]})["processes"]
         assert states["replica-0"]["alive"]
@@ -338,7 +347,7 @@ def test_the_agent_over_ssh_with_awkward_paths(ssh: Path) -> None:
         deadline = time.monotonic() + 20
         while not (lines := ask_agent(host, tail)["lines"]) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert lines == ["key s3cr3t proxy none"]
+        assert lines == ["key s3cr3t proxy none kit lib"]
         assert (folder / "tables" / "t.json").read_text() == "{}"
     finally:
         assert stop(host, name, 5.0)["stopped"] == [f"{name}/replica-0"]
@@ -391,6 +400,7 @@ def test_the_script_plans_and_dry_runs(
     capsys.readouterr()
     assert run_main(monkeypatch, "up", str(file), "--dry-run") == 0
     shown = capsys.readouterr().out
+    assert shown.splitlines().count("source /usr/local/Ascend/ascend-toolkit/set_env.sh") == 2
     commands = [shlex.split(line) for line in shown.splitlines() if line.startswith("env ")]
     assert [words[words.index("--port") + 1] for words in commands] == ["40000", "40001", str(ports[2])]
     assert "ASCEND_RT_VISIBLE_DEVICES=3" in commands[1]

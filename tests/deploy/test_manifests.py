@@ -68,6 +68,8 @@ def test_a_replica_is_a_gang_and_independent_of_the_others() -> None:
     assert [job["metadata"]["name"] for job in jobs] == ["chat-0", "chat-1"]
     for job in jobs:
         assert job["spec"]["minAvailable"] == sum(task["replicas"] for task in job["spec"]["tasks"]) == 2
+        pods = [task["template"]["metadata"] for task in job["spec"]["tasks"]]
+        assert {one["labels"]["fault-scheduling"] for one in (job["metadata"], *pods)} == {"force"}
 
 
 def test_the_service_selects_leaders_only() -> None:

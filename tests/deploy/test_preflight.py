@@ -57,6 +57,7 @@ def test_healthy_hosts_pass_every_check() -> None:
         (6, ("the interface names differ", "interface is lo", "eth9 does not exist", "TP_SOCKET_IFNAME not set")),
         (7, ("port 30000 (server) is taken", "172.30.0.11:24669 does not answer")),
         (9, ("/dev/shm has 64 MB", "1024 open files", "64 kB may be locked")),
+        (9, ("kernel.numa_balancing is 1", "vm.swappiness is 60", "governor is powersave")),
         (10, ("not ascending",)),
         (11, ("HCCL_CONNECT_TIMEOUT=120 s is less",)),
         (12, ("net.core.somaxconn is 128",)),

@@ -15,6 +15,9 @@ from cluster.verdicts import Finding, fail, not_applicable, ok, warn
 GEOMETRY = ("model_hash", "page_size", "kv_dtype", "c128_page_size", "max_context")
 """What prefill and decode must have in common."""
 
+SLOW_ABOVE = {"/proc/sys/kernel/numa_balancing": 0, "/proc/sys/vm/swappiness": 10}
+GOVERNOR = "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"
+
 
 def check_geometry(_: Evidence, needs: Needs) -> list[Finding]:
     """8: prefill and decode agree on what a page of KV is."""
@@ -50,7 +53,7 @@ def _read_geometry(path: Path) -> dict[str, Any] | str:
 
 
 def check_limits(evidence: Evidence, needs: Needs) -> list[Finding]:
-    """9: shared memory, open files, locked memory, huge pages."""
+    """9: shared memory, open files, locked memory, huge pages, and what slows the host."""
     said = evidence.probe("limits")
     if not said.is_there:
         return [not_applicable(f"not known: {said.problem}")]
@@ -69,11 +72,26 @@ def check_limits(evidence: Evidence, needs: Needs) -> list[Finding]:
         findings.append(
             warn(f"{have['memlock_kb']} kB may be locked, which registering buffers needs", "ulimit -l unlimited")
         )
+    findings += _check_tuning(evidence)
     if needs.uses_hugepages:
         pages = evidence.file("/proc/sys/vm/nr_hugepages")
         if pages.text.strip() in ("", "0"):
             findings.append(fail("no huge pages are reserved", "sysctl -w vm.nr_hugepages=N"))
     return findings or [ok(f"/dev/shm {shm} MB, {have['nofile']} open files, locked memory without limit")]
+
+
+def _check_tuning(evidence: Evidence) -> list[Finding]:
+    """Settings of the kernel that slow the host's side of a step; one that cannot be read says nothing."""
+    findings = []
+    for path, most in SLOW_ABOVE.items():
+        value = evidence.file(path).text.strip()
+        if value.isdigit() and int(value) > most:
+            name = path.removeprefix("/proc/sys/").replace("/", ".")
+            findings.append(warn(f"{name} is {value}, which slows the host", f"sysctl -w {name}={most}"))
+    governor = evidence.file(GOVERNOR).text.strip()
+    if governor and governor != "performance":
+        findings.append(warn(f"the CPU governor is {governor}", "cpupower frequency-set -g performance"))
+    return findings
 
 
 def check_blocking(evidence: Evidence, _: Needs) -> list[Finding]:

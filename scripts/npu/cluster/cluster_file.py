@@ -83,6 +83,7 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     super_pod: str | None = None
     python: str | None = None
     workdir: str | None = None
+    setup: tuple[str, ...] | None = None
     state_dir: str = "~/.cache/rung/deploy"
 
 

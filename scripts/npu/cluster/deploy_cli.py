@@ -20,7 +20,7 @@ from cluster import hosts, kube
 from cluster.cluster_file import ClusterFile, read_cluster_file
 from cluster.errors import ClusterError
 from cluster.manifests import check_manifests, dump_manifests, render_manifests
-from cluster.plan import Plan, check_plan, make_plan
+from cluster.plan import Plan, check_plan, make_plan, setup_of
 from cluster.verdicts import Severity
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -168,6 +168,7 @@ def plan_as_json(planned: Plan) -> dict[str, Any]:
                         "nnodes": node.nnodes,
                         "devices": list(node.devices),
                         "environment": node.environment,
+                        "setup": list(setup_of(planned.cluster, node.host)),
                     }
                     for node in replica.nodes
                 ],
@@ -202,6 +203,7 @@ def _commands(planned: Plan) -> str:
             f"# {path}:\n" + "\n".join(f"#   {line}" for line in text.splitlines())
             for path, text in process.files.items()
         ]
+        parts += [f"source {shlex.quote(path)}" for path in process.setup]
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in process.environment.items())
         parts.append(f"env {variables} {shlex.join(process.command)}\n")
     return "\n".join(parts)

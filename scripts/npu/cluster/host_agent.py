@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -21,6 +22,7 @@ MARKER = "RUNG_DEPLOYMENT"
 ANSWER = "RUNG-AGENT "
 POLL_S = 0.1
 KILL_WAIT_S = 5.0
+SETUP_TIMEOUT_S = 60.0
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +59,11 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     log = folder / (request["name"] + ".log")
     if log.exists():
         log.replace(log.with_suffix(".log.1"))
-    values = {name: value for name, value in os.environ.items() if name not in request["removed"]}
+    values = _after_setup(request["setup"])
+    if isinstance(values, str):
+        return {"problem": values}
+    for name in request["removed"]:
+        values.pop(name, None)
     for name, value in request["environment"].items():
         values[name] = str(_path(value)) if value.startswith("~/") else value
     with log.open("wb") as output:
@@ -75,6 +81,25 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
             return {"problem": f"{request['command'][0]} cannot be started: {error.strerror}"}
     (folder / (request["name"] + ".pid")).write_text(f"{process.pid}\n")
     return {"pid": process.pid, "log": str(log)}
+
+
+def _after_setup(scripts: "list[str]") -> "dict[str, str] | str":
+    """The environment that a shell has when it has sourced the scripts, one after another; or why it has not."""
+    if not scripts:
+        return dict(os.environ)
+    lines = [f". {shlex.quote(str(_path(one)))} >&2 || exit 1" for one in scripts]
+    command = ["bash", "-c", "\n".join([*lines, "exec env -0"])]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SETUP_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{' and '.join(scripts)} cannot be sourced: {error}"
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        return f"{' and '.join(scripts)} cannot be sourced: {said[-1] if said else f'status {done.returncode}'}"
+    pairs = (entry.partition(b"=") for entry in done.stdout.split(b"\0") if entry)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
 
 
 def status(request: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,17 @@ from cluster.cluster_file import ClusterFile, Host
 from cluster.containers import container_command, device_files
 from cluster.environment import REMOVED
 from cluster.errors import ClusterError
-from cluster.plan import MARKER, Node, Plan, Replica, check_plan, ports_of, rank_table_path, serve_arguments
+from cluster.plan import (
+    MARKER,
+    Node,
+    Plan,
+    Replica,
+    check_plan,
+    ports_of,
+    rank_table_path,
+    serve_arguments,
+    setup_of,
+)
 from cluster.start import ROOT
 from cluster.transport import ask_agent, python_of, transport_of
 from cluster.verdicts import Severity
@@ -44,6 +54,8 @@ class Process:
     command: tuple[str, ...]
     environment: dict[str, str]
     files: dict[str, str]
+    setup: tuple[str, ...]
+    """Scripts that are sourced before it starts; what they set stands behind `environment`."""
     url: str | None
     """Where `/ready` answers; None for a node that is not its replica's first."""
 
@@ -91,7 +103,8 @@ def _node_process(cluster: ClusterFile, replica: Replica, node: Node, api_key: s
         command = [python_of(node.host), "-c", "from engine.cli import main; main()", *words]
     table = replica.table
     files = {} if table is None else {rank_table_path(cluster, node.host, replica.name): json.dumps(table, indent=1)}
-    return Process(name, node.host, tuple(command), environment, files, replica.url if node.node_rank == 0 else None)
+    url = replica.url if node.node_rank == 0 else None
+    return Process(name, node.host, tuple(command), environment, files, setup_of(cluster, node.host), url)
 
 
 def _router_process(plan: Plan, host: Host) -> Process:
@@ -103,7 +116,7 @@ def _router_process(plan: Plan, host: Host) -> Process:
     words += ["--drain-timeout-s", str(plan.cluster.timeouts.drain_s)]
     for replica in plan.replicas:
         words += ["--backend", replica.url]
-    return Process("router", host, tuple(words), {MARKER: f"{plan.cluster.name}/router"}, {}, plan.router_url)
+    return Process("router", host, tuple(words), {MARKER: f"{plan.cluster.name}/router"}, {}, (), plan.router_url)
 
 
 def workdir_of(host: Host) -> str | None:
@@ -157,6 +170,7 @@ def _check_request(plan: Plan, host: Host) -> dict[str, Any]:
     paths = [cluster.model] if nodes and cluster.model.startswith(("/", "~", ".")) else []
     if cluster.device == "npu":
         paths += device_files(sorted(device for node in nodes for device in node.devices)) if nodes else []
+    paths += setup_of(cluster, host) if nodes else ()
     if (workdir := workdir_of(host)) is not None:
         paths.append(workdir)
     packages = ["engine"] if nodes and cluster.container is None else []
@@ -217,6 +231,7 @@ def _start(plan: Plan, processes: list[Process], say: Say) -> None:
             "environment": process.environment,
             "removed": REMOVED,
             "files": process.files,
+            "setup": process.setup,
         }
         answer = _ask(plan, process.host, request)
         say(f"{process.name}: process {answer['pid']} on {process.host.name}, log {answer['log']}")

@@ -75,7 +75,7 @@ def _volcano_jobs(cluster: ClusterFile) -> list[Manifest]:
         }
         if kubernetes.queue is not None:
             spec["queue"] = kubernetes.queue
-        metadata = _metadata(cluster, f"{cluster.name}-{index}", labels | _ring_label(kubernetes))
+        metadata = _metadata(cluster, f"{cluster.name}-{index}", labels | _platform_labels(kubernetes))
         jobs.append({"apiVersion": "batch.volcano.sh/v1alpha1", "kind": "Job", "metadata": metadata, "spec": spec})
     return jobs
 
@@ -122,7 +122,7 @@ def _pod(cluster: ClusterFile, labels: dict[str, str], is_leader: bool = True) -
     }
     if kubernetes.kind == "volcano":
         spec |= {"schedulerName": "volcano", "restartPolicy": "Never"}
-        labels = labels | _ring_label(kubernetes)
+        labels = labels | _platform_labels(kubernetes)
     if kubernetes.host_network:
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     return {"metadata": {"labels": labels}, "spec": spec}
@@ -231,8 +231,9 @@ def _node_selector(kubernetes: Kubernetes) -> dict[str, str]:
     return selector | kubernetes.node_selector
 
 
-def _ring_label(kubernetes: Kubernetes) -> dict[str, str]:
-    return {"ring-controller.atlas": kubernetes.ring_controller}
+def _platform_labels(kubernetes: Kubernetes) -> dict[str, str]:
+    """What MindCluster looks at: the kind of chips, and that pods leave a device that it finds broken."""
+    return {"ring-controller.atlas": kubernetes.ring_controller, "fault-scheduling": "force"}
 
 
 def _labels(cluster: ClusterFile) -> dict[str, str]:

@@ -26,6 +26,7 @@ from cluster.visible_devices import VARIABLE, format_visible_devices
 
 MARKER = "RUNG_DEPLOYMENT"
 """Variable that every process of a deployment carries: `<deployment>/<process>`. By it they are found again."""
+CANN_SETUP = "/usr/local/Ascend/ascend-toolkit/set_env.sh"
 MOONCAKE_FIRST_PORT, MOONCAKE_PORTS_PER_DEVICE = 20000, 1000
 
 
@@ -162,6 +163,15 @@ def _environment(
 def rank_table_path(cluster: ClusterFile, host: Host, replica: str) -> str:
     """Where a replica's rank table lies on a host."""
     return f"{host.state_dir.rstrip('/')}/{cluster.name}/{replica}.rank_table.json"
+
+
+def setup_of(cluster: ClusterFile, host: Host) -> tuple[str, ...]:
+    """Scripts that a shell sources before it starts a replica on a host: a shell over ssh has read none of them."""
+    if cluster.container is not None:
+        return ()
+    if host.setup is None:
+        return (CANN_SETUP,) if cluster.device == "npu" else ()
+    return host.setup
 
 
 def serve_arguments(cluster: ClusterFile, address: str, port: int, model: str | None = None) -> list[str]:
