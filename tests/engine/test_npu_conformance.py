@@ -17,6 +17,7 @@ from harness import make_llm, outputs, prompts_with_shared_heads, run, run_turn
 from tiny_models import save_tiny_model
 
 from devices.npu.emulator import NpuCall, recorded_calls
+from engine import SamplingParams
 
 pytestmark = [pytest.mark.devices("npu-sim"), pytest.mark.usefixtures("on_device")]
 
@@ -40,6 +41,7 @@ def calls(on_device: str, tmp_path_factory: pytest.TempPathFactory) -> Sequence[
     llm = make_llm(path, cuda_graph_max_bs=2)
     prompts = prompts_with_shared_heads(seed=3, n=3, max_len=150)
     assert len(outputs(run(llm, prompts))) == 3
+    run(llm, prompts, [SamplingParams(max_new_tokens=2, **cut) for cut in ({"top_k": 9}, {"top_p": 0.9}, {})])
     session = llm.core.sessions.open()
     for turn in prompts[:2]:
         run_turn(llm, session.id, turn)

@@ -14,6 +14,7 @@ from devices.npu.arguments.contract import Call, ContractViolation
 from devices.npu.arguments.graph import graph_update
 from devices.npu.arguments.kv_write import KvWrite, host_slots
 from devices.npu.arguments.layer import add_rms_norm, rms_norm, rotary_mul, swiglu
+from devices.npu.arguments.sampling import TopKTopP
 from devices.npu.chips import PAGE_SIZES
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16)
@@ -79,6 +80,21 @@ def windowed_mask(rows: int = 2, width: int = 3) -> torch.Tensor:
     return torch.zeros(rows, 1, 1, width * 128, dtype=torch.bool)
 
 
+LOGITS = torch.zeros(2, 50)
+
+
+def cut(ks: list[int] | None = None, ps: list[float] | None = None, **changes: Any) -> Call:
+    """Two rows of 50 logits, cut."""
+    k = None if ks is None else np.array(ks, dtype=np.int32)
+    p = None if ps is None else np.array(ps, dtype=np.float32)
+    tensors: dict[str, Any] = {
+        "logits": LOGITS,
+        "top_k": None if k is None else torch.from_numpy(k),
+        "top_p": None if p is None else torch.from_numpy(p),
+    }
+    return TopKTopP(k, p).of(**(tensors | changes))
+
+
 X, COS = half(1, 5, 4, 16), half(1, 5, 1, 16)
 
 VIOLATIONS: list[tuple[str, str, Callable[[], object]]] = [
@@ -138,6 +154,20 @@ VIOLATIONS: list[tuple[str, str, Callable[[], object]]] = [
         "caches are [pages, page size, 2, 16]",
         lambda: write([1], key_cache=half(3, 2, 128, 16)),
     ),
+    # The cuts of a draw.
+    ("npu_top_k_top_p", "p or k is given", cut),
+    ("npu_top_k_top_p", "k is from 1 to 1024", lambda: cut([1, 1025], logits=torch.zeros(2, 2000))),
+    ("npu_top_k_top_p", "k is from 1 to 1024", lambda: cut([-1, 5])),
+    ("npu_top_k_top_p", "k is at most the 50 logits", lambda: cut([5, 51])),
+    ("npu_top_k_top_p", "p is from 0 to 1", lambda: cut(ps=[0.5, 1.5])),
+    ("npu_top_k_top_p", "p is from 0 to 1", lambda: cut(ps=[0.5, float("nan")])),
+    ("npu_top_k_top_p", "logits is one of", lambda: cut([5, 5], logits=LOGITS.double())),
+    ("npu_top_k_top_p", "2 dimensions", lambda: cut([5, 5], logits=LOGITS[None])),
+    ("npu_top_k_top_p", "k is one of int32", lambda: cut([5, 5], top_k=torch.tensor([5, 5]))),
+    ("npu_top_k_top_p", "p is one of bfloat16", lambda: cut(ps=[0.5, 0.5], logits=LOGITS.bfloat16())),
+    ("npu_top_k_top_p", "k has one number for each of 2 rows", lambda: cut([5, 5, 5])),
+    ("npu_top_k_top_p", "p on the device is that of the host", lambda: cut([5, 5], top_p=torch.ones(2))),
+    ("npu_top_k_top_p", "on one device", lambda: cut([5, 5], logits=LOGITS.to("meta"))),
     # Norms, rotation, gate.
     ("npu_rms_norm", "gamma is the last dimension", lambda: rms_norm(half(5, 16), half(8), 1e-5)),
     ("npu_rms_norm", "one dtype", lambda: rms_norm(half(5, 16), half(16, dtype=torch.float32), 1e-5)),
