@@ -128,6 +128,7 @@ CASES: list[tuple[str, str, Build]] = [
     ("layout", FIA, lambda: calls.decode(input_layout="SBH")),
     ("layout", FIA, lambda: calls.decode(input_layout="BNSD")),
     ("sink", FIA2, lambda: calls.packed(learnable_sink=torch.zeros(6, device="npu"))),
+    ("packed-causal", FIA2, lambda: calls.packed(actual_seq_kvlen=[130, 1, 256])),
     ("attention-dtype", FIA, lambda: calls.decode(query=torch.zeros(3, 1, 384, device="npu"))),
     (
         "attention-dtype",
