@@ -189,7 +189,7 @@ class ModelRunner:
         """
         self._apply(step.table_changes)
         for copy in step.page_copies:
-            layers = [self.kv.layers[layer] for layer in self._groups.layers[copy.family]]
+            layers = [self.kv.layers[layer] for layer in self._groups.layers.get(copy.family, ())]
             self._device.copy_page(layers, copy.source, copy.target)
         columns = self._columns(step)
         scores_prompt = step.scores is not None and len(step.scores.place) > 0

@@ -17,6 +17,7 @@ from devices.npu.graphs import capture
 from devices.npu.operators import NpuOperators
 from devices.npu.probe import Found
 from devices.npu.sampler import NpuSampler
+from devices.npu.slots import choose_slots
 from devices.torch_forms.operators import TorchOperators
 
 TRANSFER_ALIGNMENT = 2 << 20
@@ -44,11 +45,12 @@ class NpuDevice:
             self.operators, self.sampler = NpuOperators(self._npu), NpuSampler(self._npu)
         else:
             self.operators, self.sampler = TorchOperators(), None
+        self._slots = choose_slots(kernels, found.is_emulated)
         self.description = ", ".join(self._about(found, kernels))
 
     def _about(self, found: Found, kernels: KernelChoice) -> list[str]:
         about = [f"{found.name} ({found.chip.family})", found.versions, f"page {self.capabilities.default_page_size}"]
-        about.append("resumes at the page")
+        about += ["resumes at the page", self._slots.about]
         if kernels == "torch":
             about.append("operators: plain torch, as asked")
         if not found.chip.is_documented:
@@ -86,7 +88,7 @@ class NpuDevice:
     ) -> AttentionBackend:
         """Raises ContractViolation: heads that the operator does not take."""
         shape = AttentionShape(num_heads, num_kv_heads, head_dim)
-        return NpuAttention(self._npu, self.torch_device, shape, self._causal_triangle, window)
+        return NpuAttention(self._npu, self.torch_device, shape, self._causal_triangle, window, self._slots)
 
     def _causal_triangle(self) -> torch.Tensor:
         if self._triangle is None:

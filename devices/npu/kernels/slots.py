@@ -7,7 +7,8 @@ Written for vector cores that have 32-bit integers only: a 64-bit vector, `%`, a
 loops over scalars there. So page sizes are shifts and masks, a tile of P tokens crosses one page border and needs two
 scalar page ids, and every mask is a prefix. The grid is one-dimensional and each program takes every n-th item, so it
 can be as small as the number of vector cores. Compiled down to planned on-chip memory by
-`tests/lowering/test_slots.py`; it has not run on an NPU.
+`tests/lowering/test_slots.py`; it has not run on an NPU. `devices/npu/slots.py` calls the first kernel; the two others
+are for tables that stay on the device, where today each step brings its own.
 """
 
 from __future__ import annotations
@@ -25,20 +26,28 @@ COPY_BLOCK = 256
 
 
 def slots_reference(
-    table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, page_size: int
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    lens: torch.Tensor,
+    page_size: int,
+    num_tokens: int,
 ) -> torch.Tensor:
-    """Slots of tokens `[starts[i], starts[i] + lens[i])` of each row, int32 [sum(lens)], row after row.
+    """Slots of tokens `[starts[i], starts[i] + lens[i])` of each row, int32 [num_tokens], row after row.
 
     Args:
         table: page ids, int32 [rows, pages]; rows, starts, lens: int32 [batch]; all on one device.
+        num_tokens: the sum of `lens`, so that nothing waits for the device to know it.
     """
     import torch
 
-    owner = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), lens)
-    first = torch.cumsum(lens, 0) - lens
-    position = torch.arange(len(owner), device=rows.device) - first[owner] + starts[owner]
-    page = table[rows[owner].long(), position // page_size]
-    return (page * page_size + position % page_size).to(torch.int32)
+    end = torch.cumsum(lens, 0)
+    token = torch.arange(num_tokens, device=rows.device)
+    owner = torch.searchsorted(end, token, right=True)
+    position = token - (end - lens)[owner] + starts[owner]
+    number = position // page_size
+    page = table[rows[owner].long(), number]
+    return (page * page_size + position - number * page_size).to(torch.int32)
 
 
 def update_reference(
