@@ -204,9 +204,22 @@ class Draws:
     min_p: npt.NDArray[np.float32]
     uniform: npt.NDArray[np.float64]
 
+    def of(self, rows: npt.NDArray[np.int64]) -> Draws:
+        """Those of some rows."""
+        return Draws(*(getattr(self, name)[rows] for name in Draws.__slots__))
+
 
 class Sampler(Protocol):
-    """Chooses tokens where the logits are; a device without one leaves it to `engine.sampling`, whose choice it is."""
+    """Chooses tokens where the logits are; a device without one leaves it to `engine.sampling`.
+
+    What may be drawn, and how probable it is, is what `engine.sampling` says. A row's token depends on its logits and
+    its own numbers, never on its neighbours or on the batch.
+    """
+
+    @property
+    def max_top_k(self) -> int | None:
+        """The largest top-k below the vocabulary's size that it computes; None: any."""
+        ...
 
     def sample(self, logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
         """A token of each row of `logits`, float32 [rows, vocab_size].

@@ -261,14 +261,14 @@ def _graph_sizes(config: EngineConfig, capabilities: Capabilities, model: Decode
 def windowed_layers(config: ModelConfig, layer_bytes: int, chunk: int | None) -> WindowLayers | None:
     """Layers that get pages of their own, given back behind their window.
 
-    None when all layers are alike: the prefix tree's pages are those of layers that read everything, so a model whose
-    layers all have a window keeps and masks.
+    None when no layer has a window. When all have one, the full family's pages, by which rows and the prefix tree
+    count, hold nothing.
 
     Args:
         layer_bytes: of one token's keys and values in one layer.
     """
     windows = [window for window in config.windows if window is not None]
-    if not windows or len(windows) == len(config.windows):
+    if not windows:
         return None
     return WindowLayers(len(windows) * layer_bytes, max(windows), chunk)
 
@@ -291,7 +291,7 @@ def _announce(
     capabilities: Capabilities, pool: PoolSize, page_size: int, context_len: int, config: EngineConfig
 ) -> None:
     """Say what the memory bought and in which steps it is reused; warn when a cache cannot help."""
-    capacity = pool.num_pages * page_size
+    capacity = (pool.num_pages if pool.page_bytes else pool.num_window_pages) * page_size
     logger.info(
         "kv: %d tokens (%.2f GiB) in pages of %d, %d rows; cached prefixes are reused by the page, a held row by the "
         "%s; checkpoint interval: none (no recurrent layers); context %d",

@@ -36,7 +36,7 @@ class StepColumns:
         token_ids: int32 [tokens]; below 0 a reference to a token of the step before (`engine.step.refer`).
         positions: int32 [tokens].
         query_lens, seq_lens: int32 [batch], see `AttentionMetadata`.
-        families: by name; "full" is always there.
+        families: by name, those whose pages some layer reads.
     """
 
     token_ids: IntArray
@@ -83,7 +83,7 @@ class AttentionGroups:
     """Attributes:
     by_layer: the backend of each layer.
     by_family: the backends that read each family's pages.
-    layers: numbers of the layers whose KV is in each family.
+    layers: numbers of the layers whose KV is in each family; one that holds no KV is not there.
     """
 
     def __init__(self, device: Device, config: ModelConfig, geometry: RowGeometry) -> None:

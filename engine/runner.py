@@ -7,7 +7,7 @@ tables, kept equal to the scheduler's by the changes that each step carries.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -92,6 +92,7 @@ class ModelRunner:
             for family in geometry.families
         }
         self.prepare_s = self.device_s = 0.0
+        self._on_host: Counter[str] = Counter()
         self._running: deque[_Running] = deque()
         self._sampled = torch.empty(0, dtype=torch.int64, device=device.torch_device)
         self._groups = AttentionGroups(device, model.config, geometry)
@@ -99,10 +100,11 @@ class ModelRunner:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Steps by how they ran, when there are graphs."""
-        if self._graphs is None:
-            return {}
-        return {f"graph_steps_{name}": count for name, count in self._graphs.counts.items()}
+        """Steps by how they ran, when there are graphs; rows drawn on the host although there is a device, by cause."""
+        steps: Mapping[str, int] = {} if self._graphs is None else self._graphs.counts
+        return {f"graph_steps_{name}": count for name, count in steps.items()} | {
+            f"sampled_on_host_{cause}": count for cause, count in self._on_host.items()
+        }
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> None:
@@ -117,6 +119,7 @@ class ModelRunner:
         choices = logits if step.edits is None else edited(logits, step.edits)
         choices = choices if step.allowed is None else masked(choices, step.allowed)
         sampled = sample(choices, step.sampling, self._device.sampler)
+        self._on_host.update(sampled.on_host)
         self._sampled = torch.where(sampled.is_finite, sampled.token_ids, 0)
         # A chunk without logits is judged by its last hidden state: attention carries a NaN of its KV there.
         results = torch.isfinite(ends).all(dim=-1).to(torch.int32) - 1
@@ -186,7 +189,7 @@ class ModelRunner:
         """
         self._apply(step.table_changes)
         for copy in step.page_copies:
-            layers = [self.kv.layers[layer] for layer in self._groups.layers[copy.family]]
+            layers = [self.kv.layers[layer] for layer in self._groups.layers.get(copy.family, ())]
             self._device.copy_page(layers, copy.source, copy.target)
         columns = self._columns(step)
         scores_prompt = step.scores is not None and len(step.scores.place) > 0

@@ -22,7 +22,8 @@ class PoolSize:
         num_pages: pages that can be handed out (the padding page comes on top).
         num_rows: requests that can hold KV at once.
         row_width: tokens a row can hold, whole pages.
-        page_bytes: bytes of one page over the layers that read all tokens (over all, when no family is windowed).
+        page_bytes: bytes of one page over the layers that read all tokens (over all, when no family is windowed); 0
+            when every layer has a window: then a full page holds nothing and only says where a row's tokens are.
         num_window_pages, window_page_bytes: of the window family; 0 when there is none.
     """
 
@@ -98,13 +99,13 @@ def size_pools(
     """
     width = row_width(context_len, max_reserve, page_size)
     page_bytes, window_bytes = token_bytes * page_size, 0
-    most_windows = 0
+    most_rows, most_windows = max_running_requests or DEFAULT_MAX_RUNNING, 0
     if windowed is not None:
         window_bytes = windowed.token_bytes * page_size
-        most_windows = (max_running_requests or DEFAULT_MAX_RUNNING) * windowed.pages_per_row(width, page_size)
+        most_windows = most_rows * windowed.pages_per_row(width, page_size)
     budget_bytes -= page_bytes + window_bytes  # the padding pages cost memory as well
     num_pages = budget_bytes // (page_bytes + window_bytes)
-    if num_pages >= most_windows > 0:
+    if page_bytes and num_pages >= most_windows > 0:
         num_pages = (budget_bytes - most_windows * window_bytes) // page_bytes
     tokens = num_pages * page_size
     if max_total_tokens is not None:
@@ -117,8 +118,12 @@ def size_pools(
             f"{max(0, tokens)} tokens of KV at {each} bytes each beside the padding page, less than one page of "
             f"{page_size}; raise --mem-fraction-static or --max-total-tokens, or use a smaller --page-size"
         )
-    num_rows = min(max_running_requests or DEFAULT_MAX_RUNNING, num_pages)
+    num_rows = min(most_rows, num_pages)
     if windowed is None:
         return PoolSize(num_pages, num_rows, width, page_bytes)
+    if not page_bytes:
+        # All memory is the windows'. Where no row can lack one of theirs, each may be as long as it is wide.
+        num_full = max(num_pages, num_rows * page_count(width, page_size)) if num_pages >= most_windows else num_pages
+        return PoolSize(num_full, num_rows, width, 0, num_pages, window_bytes)
     most_windows = num_rows * windowed.pages_per_row(width, page_size)
     return PoolSize(num_pages, num_rows, width, page_bytes, min(num_pages, most_windows), window_bytes)

@@ -10,7 +10,9 @@ from devices.cuda.upload import Uploader
 
 
 class TritonSampler:
-    """See `devices.base.Sampler`."""
+    """See `devices.base.Sampler`. The same number chooses the token that it chooses on the host."""
+
+    max_top_k: int | None = None
 
     def __init__(self, uploader: Uploader) -> None:
         from devices.cuda.kernels.sample import log_normaliser, sample

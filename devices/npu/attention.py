@@ -28,6 +28,7 @@ import torch
 from devices.base import AttentionMetadata, KvLayer
 from devices.npu.arguments.attention import BAND, CAUSAL, AttentionShape, PagedAttention
 from devices.npu.arguments.kv_write import KvWrite, host_slots
+from devices.npu.slots import SlotForm
 from devices.pages import page_count, page_split
 
 MOST_MASKED_ALONE = 512
@@ -56,10 +57,11 @@ class NpuAttention:
         shape: AttentionShape,
         triangle: Callable[[], torch.Tensor],
         window: int | None,
+        slots: SlotForm,
     ) -> None:
         """`triangle`: gives the mask of several query tokens, which all backends of a device share."""
         self.shape, self.window = shape, window
-        self._npu, self._device, self._triangle = npu, device, triangle
+        self._npu, self._device, self._triangle, self._slots = npu, device, triangle, slots
         self._groups: list[_Group] = []
         self._write: KvWrite
         self._fixed: _FixedBuffers | None = None
@@ -74,11 +76,12 @@ class NpuAttention:
             self._write = KvWrite(self._fixed.write_slots(slots), int(slots.max()))
             self._groups = [_Group(None, self._fixed.write_rows(self, step))]
             return
-        self._write = KvWrite(self._to_device(slots), int(slots.max()))
         ends = np.cumsum(step.query_lens)
         decoding = np.flatnonzero(step.query_lens == 1)
+        is_decode = len(decoding) == len(step.query_lens)
+        self._write = KvWrite(self._to_device(slots) if is_decode else self._slots.of(step), int(slots.max()))
         self._groups = []
-        if len(decoding) == len(step.query_lens):
+        if is_decode:
             self._groups.append(_Group(None, self._decode(step, None)))
         elif len(decoding):
             tokens = self._to_device((ends[decoding] - 1).astype(np.int64))

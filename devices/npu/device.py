@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from devices.base import AttentionBackend, CapturedGraph, KernelChoice, KvLayer, MemoryInfo, Operators
+from devices.base import AttentionBackend, CapturedGraph, KernelChoice, KvLayer, MemoryInfo, Operators, Sampler
 from devices.npu.arguments.attention import MASK_SIZE, AttentionShape
 from devices.npu.arguments.contract import INT32_MAX
 from devices.npu.attention import NpuAttention
@@ -16,6 +16,8 @@ from devices.npu.chips import npu_capabilities
 from devices.npu.graphs import capture
 from devices.npu.operators import NpuOperators
 from devices.npu.probe import Found
+from devices.npu.sampler import NpuSampler
+from devices.npu.slots import choose_slots
 from devices.torch_forms.operators import TorchOperators
 
 TRANSFER_ALIGNMENT = 2 << 20
@@ -37,13 +39,18 @@ class NpuDevice:
         self._graph_pool: Any = None
         total = self.memory().total_bytes
         self.capabilities = npu_capabilities(total, graph_buckets=EMULATED_BUCKETS if found.is_emulated else None)
-        self.sampler = None
-        self.operators: Operators = NpuOperators(self._npu) if kernels == "auto" else TorchOperators()
+        self.operators: Operators
+        self.sampler: Sampler | None
+        if kernels == "auto":
+            self.operators, self.sampler = NpuOperators(self._npu), NpuSampler(self._npu)
+        else:
+            self.operators, self.sampler = TorchOperators(), None
+        self._slots = choose_slots(kernels, found.is_emulated)
         self.description = ", ".join(self._about(found, kernels))
 
     def _about(self, found: Found, kernels: KernelChoice) -> list[str]:
         about = [f"{found.name} ({found.chip.family})", found.versions, f"page {self.capabilities.default_page_size}"]
-        about.append("resumes at the page")
+        about += ["resumes at the page", self._slots.about]
         if kernels == "torch":
             about.append("operators: plain torch, as asked")
         if not found.chip.is_documented:
@@ -81,7 +88,7 @@ class NpuDevice:
     ) -> AttentionBackend:
         """Raises ContractViolation: heads that the operator does not take."""
         shape = AttentionShape(num_heads, num_kv_heads, head_dim)
-        return NpuAttention(self._npu, self.torch_device, shape, self._causal_triangle, window)
+        return NpuAttention(self._npu, self.torch_device, shape, self._causal_triangle, window, self._slots)
 
     def _causal_triangle(self) -> torch.Tensor:
         if self._triangle is None:

@@ -7,7 +7,8 @@ Order of the transforms: temperature, top-k, top-p over what top-k left, min-p, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -56,31 +57,34 @@ class Cuts:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token a row, int64 [rows], and whether the row's logits were numbers, bool [rows]."""
+    """What was chosen.
+
+    Attributes:
+        token_ids: one a row, int64 [rows]; is_finite: whether the row's logits were numbers, bool [rows].
+        on_host: rows that were brought to the host from a device, by cause: it has no sampler ("no_sampler"), or that
+            sampler does not go as far as the row's top-k ("top_k").
+    """
 
     token_ids: torch.Tensor
     is_finite: torch.Tensor
+    on_host: Mapping[str, int] = field(default_factory=dict)
 
 
 def sample(logits: torch.Tensor, columns: SamplingColumns, sampler: Sampler | None = None) -> Sampled:
     """Choose a token for each row of `logits`, float32 [rows, vocab_size].
 
-    A device's own `sampler` chooses for all rows; it gets the same numbers and makes the same choice. Without one,
-    greedy rows stay on the device. Rows to draw from are brought to the host: a choice takes double precision, and how
-    many candidates it takes shows on the way.
+    A device's own `sampler` chooses for all rows that it can, with the same numbers. Without one, greedy rows stay on
+    the device. Other rows to draw from are brought to the host: a choice takes double precision, and how many
+    candidates it takes shows on the way.
     """
     if sampler is not None:
-        numbers = uniforms(columns.seed, columns.position)
-        draws = Draws(columns.temperature, columns.top_k, columns.top_p, columns.min_p, numbers)
-        return Sampled(*sampler.sample(logits, draws))
+        return _sample_on_device(logits, columns, sampler)
     best, greedy = logits.max(dim=-1)
     is_finite = torch.isfinite(best)
     drawn = np.flatnonzero((columns.temperature > 0) & (columns.top_k != 1))
     if len(drawn) and not logits.is_cpu:
-        places = torch.from_numpy(drawn).to(logits.device)
-        chosen = sample(logits[places].cpu(), columns.of(drawn))
-        greedy.index_copy_(0, places, chosen.token_ids.to(logits.device))
-        return Sampled(greedy, is_finite)
+        _draw_on_host(logits, columns, drawn, greedy)
+        return Sampled(greedy, is_finite, {"no_sampler": len(drawn)})
     token_ids = greedy
     if len(drawn):
         uniform = torch.from_numpy(uniforms(columns.seed[drawn], columns.position[drawn]))
@@ -100,6 +104,31 @@ def sample(logits: torch.Tensor, columns: SamplingColumns, sampler: Sampler | No
                     scaled[~is_finite[rows]] = 0.0
                 token_ids[rows] = choose(scaled, number, cuts)
     return Sampled(token_ids, is_finite)
+
+
+def _sample_on_device(logits: torch.Tensor, columns: SamplingColumns, sampler: Sampler) -> Sampled:
+    """By the device's sampler, but for rows whose top-k it does not compute: which way a row goes is its own affair."""
+    draws = Draws(
+        columns.temperature, columns.top_k, columns.top_p, columns.min_p, uniforms(columns.seed, columns.position)
+    )
+    most = logits.shape[-1] if sampler.max_top_k is None else sampler.max_top_k
+    is_beyond = (draws.temperature > 0) & (draws.top_k > most) & (draws.top_k < logits.shape[-1])
+    beyond = np.flatnonzero(is_beyond)
+    if not len(beyond):
+        return Sampled(*sampler.sample(logits, draws))
+    greedy_there = np.where(is_beyond, np.float32(0.0), draws.temperature)
+    tokens, is_finite = sampler.sample(logits, replace(draws, temperature=greedy_there))
+    _draw_on_host(logits, columns, beyond, tokens)
+    return Sampled(tokens, is_finite, {"top_k": len(beyond)})
+
+
+def _draw_on_host(
+    logits: torch.Tensor, columns: SamplingColumns, rows: npt.NDArray[np.int64], into: torch.Tensor
+) -> None:
+    """Choose for some rows on the host, which waits for their logits, and write the tokens into `into` [all rows]."""
+    places = torch.from_numpy(rows).to(logits.device)
+    chosen = sample(logits[places].cpu(), columns.of(rows))
+    into.index_copy_(0, places, chosen.token_ids.to(logits.device))
 
 
 def uniforms(seed: npt.NDArray[np.uint64], position: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -45,6 +45,9 @@ LATENCIES_S = (
 GRAPH_STEPS = "graph_steps_"
 """Start of the names of those figures (`engine.runner.ModelRunner.counts`)."""
 
+ROWS_ON_HOST = "sampled_on_host_"
+"""The same."""
+
 
 class EngineGauges(Collector):
     """The engine's own figures, from its latest sign of life."""
@@ -98,6 +101,12 @@ class EngineGauges(Collector):
             if name.startswith(GRAPH_STEPS):
                 steps.add_metric([name.removeprefix(GRAPH_STEPS)], count)
         yield steps
+        text = "Rows whose token was drawn on the host although the engine runs on a device, by cause."
+        on_host = CounterMetricFamily("rung:rows_sampled_on_host", text, labels=["cause"])
+        for name, count in stats.items():
+            if name.startswith(ROWS_ON_HOST):
+                on_host.add_metric([name.removeprefix(ROWS_ON_HOST)], count)
+        yield on_host
         yield CounterMetricFamily(
             "rung:evicted_tokens", "Cached tokens that had to go.", value=stats["evicted_tokens_total"]
         )

@@ -73,7 +73,7 @@ def variant_model_path(
 
 
 @pytest.fixture(scope="session")
-def windowed_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def some_windowed_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with windows alone."""
     architecture, overrides = VARIANTS["windowed"]
     path = tmp_path_factory.mktemp("tiny-window-family")

@@ -119,15 +119,21 @@ def pages_of(llm: LLM, request: Any) -> list[int]:
     return [int(page) for page in table if page]
 
 
+DRAWN: dict[str, Any] = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 5}
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("choice", ["auto", "off"])
-def test_a_decode_step_waits_for_the_device_once_at_its_end(model_path: Path, on_device: str, choice: str) -> None:
+def test_a_decode_step_waits_for_the_device_once_at_its_end(
+    model_path: Path, on_device: str, choice: str, sampling: dict[str, Any]
+) -> None:
     if on_device != "npu-sim":
         pytest.skip("only the emulator counts waits")
     from devices.npu.emulator import counting
 
     llm = make_llm(model_path, graphs=choice)
     for prompt in PROMPTS[:3]:
-        add(llm, prompt, SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True))
+        add(llm, prompt, SamplingParams(**sampling, max_new_tokens=8, ignore_eos=True))
     while llm.core.scheduler.waiting or not all(request.num_output for request in llm.core.scheduler.running):
         llm.core.step()
     for _ in range(3):
@@ -135,6 +141,14 @@ def test_a_decode_step_waits_for_the_device_once_at_its_end(model_path: Path, on
             llm.core.step()
         assert steps.counts.syncs == Counter({"synchronize": 1}), "only the sampled tokens are waited for"
     finish_all(llm)
+
+
+def test_rows_that_are_drawn_on_the_host_are_counted(model_path: Path) -> None:
+    drawn = SamplingParams(**DRAWN, max_new_tokens=3, ignore_eos=True)
+    for kernels, want in (("auto", None), ("torch", 6)):
+        llm = make_llm(model_path, kernels=kernels)
+        run(llm, PROMPTS[:2], drawn)
+        assert llm.stats().get("sampled_on_host_no_sampler") == want
 
 
 def test_fewer_sizes_are_captured_when_streams_are_short(caplog: pytest.LogCaptureFixture) -> None:

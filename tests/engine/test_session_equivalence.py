@@ -17,6 +17,8 @@ PAGES = [1, 16, 128]
 UNITS = ["token", "page"]
 RNG = np.random.default_rng(7)
 TURNS = [RNG.integers(3, 300, size).tolist() for size in (37, 1, 20, 64, 5)]
+LONG_TURNS = [RNG.integers(3, 300, 112).tolist(), *TURNS[1:]]
+"""With answers, a history that goes beyond a page of 128 in its second turn."""
 SHORT = SamplingParams(temperature=0.0, max_new_tokens=11, ignore_eos=True)
 
 
@@ -148,15 +150,17 @@ def test_a_turn_that_is_retracted_again_and_again_changes_no_token(model_path, e
 
 
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", PAGES)
 def test_a_fork_at_every_offset_leaves_two_conversations(model_path, page_size, unit):
-    """Both go on from the same history, in turns, each as if it were alone."""
+    """Both go on from the same history, in turns, each as if it were alone. Pages of 128: the offsets at a border."""
     llm = make_llm(model_path, page_size=page_size, resume_unit=unit)
     trunk = llm.core.sessions.open("trunk")
-    talk(llm, trunk.id, TURNS[:2])
+    talk(llm, trunk.id, LONG_TURNS[:2] if page_size == 128 else TURNS[:2])
     history = trunk.log.tokens.tolist()
     plain = make_llm(model_path, page_size=finest_page(), disable_radix_cache=True)
-    for cut in range(len(history) - 17, len(history) + 1):
+    cuts = [120, 127, 128, 129, 135] if page_size == 128 else range(len(history) - 17, len(history) + 1)
+    assert cuts[-1] == len(history)
+    for cut in cuts:
         child = llm.core.sessions.fork(trunk.id, length=cut)
         twin = llm.core.sessions.fork(trunk.id)
         assert llm.audit() == []
@@ -170,21 +174,22 @@ def test_a_fork_at_every_offset_leaves_two_conversations(model_path, page_size, 
         assert trunk.log.tokens.tolist() == history
         llm.core.close_session(child.id)
         llm.core.close_session(twin.id)
-    assert trunk.stats.num_forks == 36
+    assert trunk.stats.num_forks == 2 * len(cuts)
     assert run_turn(llm, trunk.id, [3], SHORT).output_ids == run(plain, [[*history, 3]], SHORT)[0].output_ids
     llm.core.close_session(trunk.id)
     assert_idle(llm)
 
 
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", PAGES)
 def test_rewinding_into_shared_pages_does_not_write_into_the_other_branch(model_path, page_size, unit):
     llm = make_llm(model_path, page_size=page_size, resume_unit=unit)
     plain = make_llm(model_path, page_size=finest_page(), disable_radix_cache=True)
     trunk = llm.core.sessions.open()
-    talk(llm, trunk.id, TURNS[:3])
+    talk(llm, trunk.id, LONG_TURNS[:3] if page_size == 128 else TURNS[:3])
     history = trunk.log.tokens.tolist()
-    for back in range(1, 35):
+    border = len(history) - page_size
+    for back in [1, border - 1, border, border + 1, border + 20] if page_size == 128 else range(1, 35):
         child = llm.core.sessions.fork(trunk.id)
         llm.core.sessions.rewind(child.id, len(history) - back)
         answer = run_turn(llm, child.id, [4, 4], SHORT).output_ids
@@ -238,8 +243,9 @@ def test_a_stop_string_that_cuts_inside_a_page(model_path):
     assert answer.token_ids == run(plain, [context])[0].output_ids
 
 
-def test_a_page_that_is_written_in_spite_of_a_fork_is_noticed(model_path, monkeypatch):
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_a_page_that_is_written_in_spite_of_a_fork_is_noticed(model_path, monkeypatch, page_size):
     """The matrix can fail: without its own copy of a shared page, a rewound branch changes the other."""
     monkeypatch.setattr("mem_cache.allocation.KvAllocator.own_tail", lambda self, record: None)
     with pytest.raises(AssertionError):
-        test_rewinding_into_shared_pages_does_not_write_into_the_other_branch(model_path, 16, "token")
+        test_rewinding_into_shared_pages_does_not_write_into_the_other_branch(model_path, page_size, "token")

@@ -1,6 +1,6 @@
 """Layers with a sliding window give their pages back behind it, and no token changes; masking everything is the oracle.
 
-Two of the tiny model's three layers have a window of 40 tokens.
+Two of the tiny model's three layers have a window of 40 tokens, or both layers of another tiny model.
 """
 
 from __future__ import annotations
@@ -9,13 +9,29 @@ from pathlib import Path
 
 import pytest
 from harness import GREEDY, assert_idle, force_retractions, make_llm, outputs, prompts_with_shared_heads, run, run_turn
+from tiny_models import save_tiny_model
 
 from engine import LLM, SamplingParams
 from engine.request import Request
 
 WINDOW = 40
+ROW_PAGES = 12
+"""Window pages of 16 that a row with chunks of 16 can need: two windows of three, two chunks, four that are begun."""
 PROMPTS = prompts_with_shared_heads(seed=11, n=8, max_len=220)
 LONG = SamplingParams(temperature=0.0, max_new_tokens=70, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def all_windowed_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-all-windows")
+    save_tiny_model(path, "mistral", seed=4, sliding_window=WINDOW)
+    return path
+
+
+@pytest.fixture(scope="module", params=["some_windowed_path", "all_windowed_path"])
+def windowed_path(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +83,12 @@ def test_without_a_cache_a_row_holds_its_window_and_its_chunk(windowed_path, mas
 
 
 @pytest.mark.parametrize("max_running", [2, 4])
-def test_a_small_window_pool_delays_nobody_and_changes_no_token(windowed_path, masked, max_running):
+def test_a_small_window_pool_delays_nobody_and_changes_no_token(windowed_path, all_windowed_path, masked, max_running):
     """The pool is a fraction of the full one; what is cached of windows gives way, requests do not."""
-    llm = make_llm(windowed_path, page_size=16, chunked_prefill_size=16, max_running_requests=max_running)
+    scarce = {"max_total_tokens": max_running * ROW_PAGES * 16} if windowed_path == all_windowed_path else {}
+    llm = make_llm(windowed_path, page_size=16, chunked_prefill_size=16, max_running_requests=max_running, **scarce)
     window, full = (llm.core.allocator.families.pools[name] for name in ("window", "full"))
-    assert window.num_pages < full.num_pages / 3
+    assert window.num_pages < full.num_pages / 2
     for _ in range(2):
         requests = run(llm, PROMPTS, LONG, between=force_retractions(llm, every=9, limit=8))
         assert outputs(requests) == masked
@@ -84,6 +101,26 @@ def test_a_pool_that_is_far_too_small_changes_no_token(windowed_path, masked):
     assert outputs(run(llm, PROMPTS, LONG)) == masked
     assert llm.stats()["num_retracted_total"] > 0
     assert_window_idle(llm)
+
+
+def test_where_every_layer_has_a_window_rows_are_longer_than_the_memory(all_windowed_path: Path) -> None:
+    """Two requests of up to 290 tokens in the memory of 384; masked, one of them has to give way."""
+    said, retracted = [], []
+    for mask in (False, True):
+        llm = make_llm(
+            all_windowed_path,
+            page_size=16,
+            chunked_prefill_size=16,
+            max_running_requests=2,
+            max_total_tokens=2 * ROW_PAGES * 16,
+            disable_hybrid_swa_memory=mask,
+        )
+        assert llm.core.runner.kv.num_bytes == 2 * 2 * (2 * ROW_PAGES + 1) * 16 * 2 * 8 * 4
+        said.append(outputs(run(llm, PROMPTS, LONG)))
+        retracted.append(llm.stats()["num_retracted_total"])
+    assert said[0] == said[1]
+    assert retracted[0] == 0
+    assert retracted[1] > 0
 
 
 def test_answers_that_share_a_prompt_share_its_window(windowed_path):

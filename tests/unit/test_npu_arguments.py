@@ -14,6 +14,8 @@ from devices.npu.arguments.contract import Call, ContractViolation
 from devices.npu.arguments.graph import graph_update
 from devices.npu.arguments.kv_write import KvWrite, host_slots
 from devices.npu.arguments.layer import add_rms_norm, rms_norm, rotary_mul, swiglu
+from devices.npu.arguments.sampling import TopKTopP
+from devices.npu.arguments.several import SinkAttention, VerifyAttention
 from devices.npu.chips import PAGE_SIZES
 
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16)
@@ -79,6 +81,54 @@ def windowed_mask(rows: int = 2, width: int = 3) -> torch.Tensor:
     return torch.zeros(rows, 1, 1, width * 128, dtype=torch.bool)
 
 
+def verify(**changes: Any) -> VerifyAttention:
+    """Two rows with 4 and 1 new tokens."""
+    values: dict[str, Any] = {
+        "shape": SHAPE,
+        "page_size": 128,
+        "query_lens": [4, 1],
+        "kv_lens": [300, 5],
+        "block_table": table(),
+        "mask": TRIANGLE,
+    }
+    return VerifyAttention(**(values | changes))
+
+
+def sinks(**changes: Any) -> SinkAttention:
+    """The same with sinks."""
+    values: dict[str, Any] = {
+        "shape": AttentionShape(num_heads=4, num_kv_heads=2, head_dim=128),
+        "page_size": 128,
+        "query_lens": [4, 1],
+        "kv_lens": [300, 5],
+        "block_table": table(),
+        "mask": TRIANGLE,
+        "sink": half(4),
+    }
+    return SinkAttention(**(values | changes))
+
+
+def attend_several(
+    call: VerifyAttention | SinkAttention, *shape: int, dtype: torch.dtype = torch.bfloat16, cache: int = 32
+) -> Call:
+    return call.of(half(*shape, dtype=dtype), half(9, 128, cache, dtype=dtype), half(9, 128, cache, dtype=dtype))
+
+
+LOGITS = torch.zeros(2, 50)
+
+
+def cut(ks: list[int] | None = None, ps: list[float] | None = None, **changes: Any) -> Call:
+    """Two rows of 50 logits, cut."""
+    k = None if ks is None else np.array(ks, dtype=np.int32)
+    p = None if ps is None else np.array(ps, dtype=np.float32)
+    tensors: dict[str, Any] = {
+        "logits": LOGITS,
+        "top_k": None if k is None else torch.from_numpy(k),
+        "top_p": None if p is None else torch.from_numpy(p),
+    }
+    return TopKTopP(k, p).of(**(tensors | changes))
+
+
 X, COS = half(1, 5, 4, 16), half(1, 5, 1, 16)
 
 VIOLATIONS: list[tuple[str, str, Callable[[], object]]] = [
@@ -125,6 +175,34 @@ VIOLATIONS: list[tuple[str, str, Callable[[], object]]] = [
     (V1, "key and value are [pages, 128, 32]", lambda: attend(decode(), value=half(8, 128, 32))),
     (V1, "fewer than 2**31 elements", lambda: attend(decode(), **dict.fromkeys(("key", "value"), vast()))),
     (V1, "on one device", lambda: attend(decode(), half(2, 1, 64).to("meta"))),
+    # Attention: several rows with a few tokens each, and sinks.
+    (V2, "give a decode call", lambda: verify(query_lens=[1, 1])),
+    (V2, "a row has at least one new token", lambda: verify(query_lens=[4, 0])),
+    (V2, "no more than it can read", lambda: verify(query_lens=[4, 6])),
+    (V2, "each row has a length of its own", lambda: verify(query_lens=[4])),
+    (V2, "each row has a length of its own", lambda: verify(query_lens=[4], kv_lens=[300])),
+    (V2, "block_size is a multiple of 128", lambda: verify(page_size=64, block_table=table(2, 9))),
+    (V2, "as wide as the longest row has pages, 3", lambda: verify(block_table=table(2, 2))),
+    (V2, "fixed atten_mask of 2048 x 2048", lambda: verify(mask=TRIANGLE[:300, :300])),
+    (V2, "a window has at least one token", lambda: verify(window=0)),
+    (V2, "query is [2, 4, 64]", lambda: attend_several(verify(), 2, 5, 64)),
+    (V2, "query is one of bfloat16, float16", lambda: attend_several(verify(), 2, 4, 64, dtype=torch.float32)),
+    (V2, "key and value are [pages, 128, 32]", lambda: attend_several(verify(), 2, 4, 64, cache=48)),
+    (V2, "heads are of 128 in layout TND", lambda: sinks(shape=SHAPE)),
+    (V2, "learnable_sink is one of bfloat16", lambda: sinks(sink=half(4, dtype=torch.float32))),
+    (V2, "a number for each of 4 query heads", lambda: sinks(sink=half(2))),
+    (V2, "layout TND takes no mask for a window", lambda: sinks(query_lens=[1, 1], window=9)),
+    (
+        V2,
+        "at most 4096 rows in layout TND",
+        lambda: sinks(query_lens=[1] * 4097, kv_lens=[2] * 4097, block_table=table(4097)),
+    ),
+    (V2, "query is [5, 4, 128]", lambda: attend_several(sinks(), 8, 4, 128, cache=256)),
+    (
+        V2,
+        "query is one of bfloat16",
+        lambda: attend_several(sinks(), 5, 4, 128, dtype=torch.float16, cache=256),
+    ),
     # The write of keys and values.
     ("npu_scatter_pa_kv_cache", "no slot is written twice", lambda: write([5, 6, 5])),
     ("npu_scatter_pa_kv_cache", "slots are from 0", lambda: write([-1, 6])),
@@ -138,6 +216,20 @@ VIOLATIONS: list[tuple[str, str, Callable[[], object]]] = [
         "caches are [pages, page size, 2, 16]",
         lambda: write([1], key_cache=half(3, 2, 128, 16)),
     ),
+    # The cuts of a draw.
+    ("npu_top_k_top_p", "p or k is given", cut),
+    ("npu_top_k_top_p", "k is from 1 to 1024", lambda: cut([1, 1025], logits=torch.zeros(2, 2000))),
+    ("npu_top_k_top_p", "k is from 1 to 1024", lambda: cut([-1, 5])),
+    ("npu_top_k_top_p", "k is at most the 50 logits", lambda: cut([5, 51])),
+    ("npu_top_k_top_p", "p is from 0 to 1", lambda: cut(ps=[0.5, 1.5])),
+    ("npu_top_k_top_p", "p is from 0 to 1", lambda: cut(ps=[0.5, float("nan")])),
+    ("npu_top_k_top_p", "logits is one of", lambda: cut([5, 5], logits=LOGITS.double())),
+    ("npu_top_k_top_p", "2 dimensions", lambda: cut([5, 5], logits=LOGITS[None])),
+    ("npu_top_k_top_p", "k is one of int32", lambda: cut([5, 5], top_k=torch.tensor([5, 5]))),
+    ("npu_top_k_top_p", "p is one of bfloat16", lambda: cut(ps=[0.5, 0.5], logits=LOGITS.bfloat16())),
+    ("npu_top_k_top_p", "k has one number for each of 2 rows", lambda: cut([5, 5, 5])),
+    ("npu_top_k_top_p", "p on the device is that of the host", lambda: cut([5, 5], top_p=torch.ones(2))),
+    ("npu_top_k_top_p", "on one device", lambda: cut([5, 5], logits=LOGITS.to("meta"))),
     # Norms, rotation, gate.
     ("npu_rms_norm", "gamma is the last dimension", lambda: rms_norm(half(5, 16), half(8), 1e-5)),
     ("npu_rms_norm", "one dtype", lambda: rms_norm(half(5, 16), half(16, dtype=torch.float32), 1e-5)),

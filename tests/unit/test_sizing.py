@@ -116,6 +116,30 @@ def test_a_window_pool_is_as_large_as_its_rows_can_need_and_the_rest_buys_full_p
     assert size.num_bytes <= budget
 
 
+@pytest.mark.parametrize(
+    ("max_total_tokens", "num_full", "num_windows"),
+    [(None, 249, 249), (200, 75, 50), (4 * 36, 75, 36), (4 * 35, 35, 35)],
+    ids=["plenty", "some", "just-enough", "one-too-few"],
+)
+def test_where_every_layer_has_a_window_full_pages_cost_nothing_and_never_outnumber_what_windows_can_serve(
+    max_total_tokens: int | None, num_full: int, num_windows: int
+) -> None:
+    """Three rows of 25 pages, each with at most twelve window pages."""
+    layers = WindowLayers(2, 8, 8)
+    assert layers.pages_per_row(100, 4) == 12
+    size = size_pools(
+        budget_bytes=2000,
+        token_bytes=0,
+        page_size=4,
+        context_len=100,
+        max_running_requests=3,
+        max_total_tokens=max_total_tokens,
+        windowed=layers,
+    )
+    assert (size.num_pages, size.num_window_pages, size.num_rows) == (num_full, num_windows, 3)
+    assert size.num_bytes == num_windows * 8 <= 2000
+
+
 def test_whole_prompts_need_windows_as_wide_as_rows() -> None:
     assert WindowLayers(1, 8, None).pages_per_row(100, 4) == 25
     assert WindowLayers(1, 8, 16).pages_per_row(1000, 4) == 2 * 2 + 2 * 4 + 4

@@ -84,7 +84,7 @@ def update_tables(
         change_at: [entries]: index in the row of the entry's first change; the others follow it without a gap.
         change_page: [changes]: new page ids.
         starts: [entries]: position of the first new token.
-        token_starts: [entries + 1]: like `change_starts`, over the step's tokens; no tokens is allowed.
+        token_starts: [entries + 1]: like `change_starts`, over the step's tokens, from 0 to their number.
         slots: [tokens], result: `page * page_size + offset` of each new token.
     """
     check_int32(tables, rows, change_starts, change_at, change_page, starts, token_starts, slots)

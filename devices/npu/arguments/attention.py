@@ -2,7 +2,8 @@
 
 Layout BSH throughout: its rules with paged KV are free of contradictions, whereas the documentation of TND both
 excludes paged KV and describes it. A batch has one query length; requests with one new token (decode) form one call,
-every other request (prefill, chunk, verify) is a call of its own.
+every other request (prefill, chunk) is a call of its own. Several rows with a few tokens each, and sinks:
+`devices.npu.arguments.several`.
 
 | rule | one query token | more |
 |---|---|---|
@@ -29,6 +30,7 @@ from devices.npu.arguments.contract import (
     check_one_device,
     check_same_dtype,
 )
+from devices.pages import page_count
 
 V1 = "npu_fused_infer_attention_score"
 V2 = "npu_fused_infer_attention_score_v2"
@@ -81,6 +83,45 @@ class AttentionShape:
         return float(self.head_dim**-0.5)
 
 
+def check_table(operator: str, table: torch.Tensor, kv_lens: list[int], page_size: int) -> None:
+    """Page ids, int32 [batch, pages], as wide as the longest row has pages; their range is the operator's caller's."""
+    check_dtype(operator, "block_table", table, (torch.int32,))
+    if table.dim() != 2 or not 0 < table.shape[0] <= MAX_BATCH:
+        rule = f"block_table is [batch, pages] with 1 to {MAX_BATCH} rows"
+        raise ContractViolation(operator, rule, f"shape {tuple(table.shape)}")
+    check_contiguous(operator, block_table=table)
+    check_lengths(operator, "actual_seq_lengths_kv", kv_lens, table.shape[0])
+    needed = page_count(max(kv_lens), page_size) if page_size > 0 else 0
+    if needed > table.shape[1]:
+        rule = f"block_table is as wide as the longest row has pages, {needed}"
+        raise ContractViolation(operator, rule, f"width {table.shape[1]}")
+
+
+def check_prefill_page(operator: str, page_size: int) -> None:
+    if page_size not in PREFILL_PAGES:
+        rule = "block_size is a multiple of 128, from 128 to 512, with more than one query token"
+        raise ContractViolation(operator, rule, page_size)
+
+
+def check_triangle(operator: str, mask: torch.Tensor | None) -> None:
+    """The mask that sparse modes 2, 3 and 4 want."""
+    if mask is None or tuple(mask.shape) != (MASK_SIZE, MASK_SIZE):
+        got = None if mask is None else f"shape {tuple(mask.shape)}"
+        rule = f"sparse modes 2, 3 and 4 need the fixed atten_mask of {MASK_SIZE} x {MASK_SIZE}"
+        raise ContractViolation(operator, rule, got)
+    check_dtype(operator, "atten_mask", mask, (torch.bool, torch.int8, torch.uint8))
+
+
+def check_cache(operator: str, shape: AttentionShape, page_size: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    """One layer's pages, [pages, page_size, num_kv_heads * head_dim]."""
+    cache = (page_size, shape.num_kv_heads * shape.head_dim)
+    if key.dim() != 3 or tuple(key.shape[1:]) != cache or key.shape != value.shape:
+        rule = f"key and value are [pages, {cache[0]}, {cache[1]}]"
+        raise ContractViolation(operator, rule, f"shapes {tuple(key.shape)} and {tuple(value.shape)}")
+    if key.numel() > INT32_MAX:
+        raise ContractViolation(operator, "key and value have fewer than 2**31 elements each", key.numel())
+
+
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
     """One call but for its query, key and value: what all layers of a plan share, checked once.
@@ -104,7 +145,7 @@ class PagedAttention:
     pre_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_table()
+        check_table(self.operator, self.block_table, self.kv_lens, self.page_size)
         if self.query_len == 1:
             self._check_decode()
         else:
@@ -117,19 +158,6 @@ class PagedAttention:
     @property
     def batch(self) -> int:
         return int(self.block_table.shape[0])
-
-    def _check_table(self) -> None:
-        table, operator = self.block_table, self.operator
-        check_dtype(operator, "block_table", table, (torch.int32,))
-        if table.dim() != 2 or not 0 < table.shape[0] <= MAX_BATCH:
-            rule = f"block_table is [batch, pages] with 1 to {MAX_BATCH} rows"
-            raise ContractViolation(operator, rule, f"shape {tuple(table.shape)}")
-        check_contiguous(operator, block_table=table)
-        check_lengths(operator, "actual_seq_lengths_kv", self.kv_lens, self.batch)
-        needed = -(-max(self.kv_lens) // self.page_size) if self.page_size > 0 else 0
-        if needed > table.shape[1]:
-            rule = f"block_table is as wide as the longest row has pages, {needed}"
-            raise ContractViolation(operator, rule, f"width {table.shape[1]}")
 
     def _check_decode(self) -> None:
         if not is_decode_page(self.page_size):
@@ -148,19 +176,13 @@ class PagedAttention:
 
     def _check_prefill(self) -> None:
         operator = self.operator
-        if self.page_size not in PREFILL_PAGES:
-            rule = "block_size is a multiple of 128, from 128 to 512, with more than one query token"
-            raise ContractViolation(operator, rule, self.page_size)
+        check_prefill_page(operator, self.page_size)
         if self.query_len < 1 or self.query_len > min(self.kv_lens):
             rule = "a row has at least one new token and no more than it can read"
             raise ContractViolation(operator, rule, f"{self.query_len} of {self.kv_lens}")
         if self.sparse_mode not in (CAUSAL, BAND):
             raise ContractViolation(operator, f"sparse_mode is {CAUSAL} (causal) or {BAND} (band)", self.sparse_mode)
-        if self.mask is None or tuple(self.mask.shape) != (MASK_SIZE, MASK_SIZE):
-            got = None if self.mask is None else f"shape {tuple(self.mask.shape)}"
-            rule = f"sparse modes 2, 3 and 4 need the fixed atten_mask of {MASK_SIZE} x {MASK_SIZE}"
-            raise ContractViolation(operator, rule, got)
-        check_dtype(operator, "atten_mask", self.mask, (torch.bool, torch.int8, torch.uint8))
+        check_triangle(operator, self.mask)
         if (self.sparse_mode == BAND) != (self.pre_tokens is not None) or (self.pre_tokens or 0) < 0:
             rule = "pre_tokens belongs to sparse_mode 4 and is not negative"
             raise ContractViolation(operator, rule, f"sparse_mode {self.sparse_mode}, pre_tokens {self.pre_tokens}")
@@ -177,12 +199,7 @@ class PagedAttention:
         want = (self.batch, self.query_len, shape.num_heads * shape.head_dim)
         if tuple(query.shape) != want:
             raise ContractViolation(operator, f"query is {list(want)} in layout BSH", f"shape {tuple(query.shape)}")
-        cache = (self.page_size, shape.num_kv_heads * shape.head_dim)
-        if key.dim() != 3 or tuple(key.shape[1:]) != cache or key.shape != value.shape:
-            rule = f"key and value are [pages, {cache[0]}, {cache[1]}]"
-            raise ContractViolation(operator, rule, f"shapes {tuple(key.shape)} and {tuple(value.shape)}")
-        if key.numel() > INT32_MAX:
-            raise ContractViolation(operator, "key and value have fewer than 2**31 elements each", key.numel())
+        check_cache(operator, shape, self.page_size, key, value)
         check_contiguous(operator, query=query, key=key, value=value)
         check_one_device(operator, query=query, key=key, value=value, block_table=self.block_table)
         return Call((query, key, value), self._kwargs())

@@ -151,7 +151,7 @@ def test_packed_rows_without_pages(npu: SimpleNamespace) -> None:
     out, _ = npu.npu_fused_infer_attention_score_v2(
         *(calls.npu(tensor) for tensor in (query, key, value)),
         actual_seq_qlen=[3, 8], actual_seq_kvlen=[3, 8], num_query_heads=4, num_key_value_heads=2,
-        softmax_scale=0.1, input_layout="TND", sparse_mode=3, atten_mask=calls.npu(calls.causal_mask()),
+        softmax_scale=0.1, input_layout="TND", sparse_mode=4, next_tokens=0, atten_mask=calls.npu(calls.causal_mask()),
     )  # fmt: skip
     for start, end in ((0, 3), (3, 8)):
         k, v = (tensor[start:end].float().transpose(0, 1) for tensor in (key, value))

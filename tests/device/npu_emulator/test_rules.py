@@ -128,6 +128,7 @@ CASES: list[tuple[str, str, Build]] = [
     ("layout", FIA, lambda: calls.decode(input_layout="SBH")),
     ("layout", FIA, lambda: calls.decode(input_layout="BNSD")),
     ("sink", FIA2, lambda: calls.packed(learnable_sink=torch.zeros(6, device="npu"))),
+    ("packed-causal", FIA2, lambda: calls.packed(actual_seq_kvlen=[130, 1, 256])),
     ("attention-dtype", FIA, lambda: calls.decode(query=torch.zeros(3, 1, 384, device="npu"))),
     (
         "attention-dtype",
@@ -206,6 +207,7 @@ CASES: list[tuple[str, str, Build]] = [
     ("ranges", "npu_top_k_top_p", lambda: {"logits": half(2, 2000), "k": ints(3, 1025)}),
     ("ranges", "npu_top_k_top_p", lambda: {"logits": half(2, 50), "k": ints(3, 0)}),
     ("ranges", "npu_top_k_top_p", lambda: {"logits": half(2, 50), "p": half(2) + 1.5}),
+    ("numbers", "npu_top_k_top_p", lambda: {"logits": half(2, 50) * torch.nan, "k": ints(3, 4)}),
     ("dtypes", "npu_top_k_top_p", lambda: {"logits": half(2, 50), "p": torch.ones(2, device="npu")}),
     ("dtypes", "npu_top_k_top_p", lambda: {"logits": half(2, 50), "k": ints(3, 4, dtype=torch.int64)}),
     ("nd-only", "npu_format_cast", lambda: {"input": half(16, 16), "acl_format": 29}),

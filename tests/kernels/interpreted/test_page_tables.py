@@ -7,8 +7,11 @@ import pytest
 import torch
 from kernels.meter import Meter
 
+from devices.base import AttentionMetadata
 from devices.cuda.arguments import BadKernelArgument
 from devices.cuda.kernels import page_tables as kernel
+from devices.npu.slots import choose_slots
+from devices.pages import ragged_slots
 from devices.torch_forms import page_tables as torch_form
 
 FORMS = pytest.mark.parametrize("form", [kernel, torch_form], ids=["kernel", "torch"])
@@ -122,6 +125,22 @@ def test_few_programs_serve_all_rows() -> None:
     expected_tables, expected_slots = step.expected()
     assert torch.equal(tables, expected_tables)
     assert torch.equal(slots, expected_slots)
+
+
+@pytest.mark.parametrize("page_size", [16, 128, 384])
+def test_an_npu_gets_the_slots_that_the_host_computes(page_size: int) -> None:
+    """The form that an NPU with Triton-Ascend launches, and its torch form; 384 divides no block, so both are torch."""
+    draw = np.random.default_rng(page_size)
+    lens = draw.integers(1, 2 * page_size, 6).astype(np.int32)
+    starts = draw.integers(0, 4 * page_size, 6).astype(np.int32)
+    table = torch.from_numpy(draw.integers(1, 1000, (6, 6)).astype(np.int32))
+    slots = ragged_slots(table.numpy(), starts, lens, page_size)
+    step = AttentionMetadata(lens, starts + lens, table, slots, page_size)
+    form = choose_slots("auto", False, lambda package: "9.9")
+    assert form.kernel is kernel.update_tables_kernel
+    for found in (form.of(step), choose_slots("torch", False).of(step)):
+        assert found.dtype == torch.int32
+        assert found.tolist() == slots.tolist()
 
 
 def test_bad_arguments_are_named() -> None:

@@ -133,6 +133,11 @@ def _run(call: AttentionCall, lse: bool, out: list[torch.Tensor] | None) -> Any:
     rows = _rows(call, layout, query)
     result = torch.zeros((*query.shape[:3], _value_dim(call, layout)), dtype=call.query.dtype)
     log_sums = torch.full((query.shape[0], query.shape[2], query.shape[1]), torch.inf, dtype=torch.float32)
+    if not layout.packed:
+        for row in rows:
+            result[row.batch, row.num_queries :] = (
+                torch.nan
+            )  # queries behind a row's length: not said, so never a number
     keys = _Keys(call, layout)
     if _decodes_together(call, layout, rows):
         _decode(call, query, rows, keys, result, log_sums)

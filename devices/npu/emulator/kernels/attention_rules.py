@@ -192,6 +192,24 @@ def _check_lens(call: AttentionCall, layout: Layout) -> None:
     else:
         whole = None if call.paged else to_bsnd(call.key, layout.query, call.num_kv_heads).shape[1]
         _check_list(call, kv_name, call.kv_lens, batch, whole)
+    if layout.packed and call.sparse_mode == 3:
+        _check_packed_causal(call)
+
+
+def _check_packed_causal(call: AttentionCall) -> None:
+    """Sparse mode 3 with packed rows: each has keys before its queries."""
+    ends = list(call.query_lens or ())
+    lens = list(call.kv_lens or ())
+    if not call.paged:
+        lens = [end - start for start, end in zip([0, *lens], lens, strict=False)]
+    news = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    _require(
+        call,
+        all(new < length for new, length in zip(news, lens, strict=False)),
+        "packed-causal",
+        f"sparse_mode=3 with {call.layout_name} and rows of {_short(news)} queries over {_short(lens)} keys; each has "
+        "fewer queries than keys there: sparse_mode=4 with open pre_tokens has the others",
+    )
 
 
 def _check_list(call: AttentionCall, name: str, lens: Sequence[int], batch: int, limit: int | None) -> None:

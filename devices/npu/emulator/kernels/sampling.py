@@ -30,6 +30,9 @@ def top_k_top_p(logits: torch.Tensor, p: torch.Tensor | None, k: torch.Tensor | 
 def _check(operator: str, logits: torch.Tensor, p: torch.Tensor | None, k: torch.Tensor | None) -> None:
     require(logits.dim() == 2, "shapes", operator, f"logits have {logits.dim()} dimensions, not 2 ({DOCS})")
     batch, vocabulary = logits.shape
+    require(
+        not logits.isnan().any(), "numbers", operator, f"logits have NaN; where a sort puts it is not said ({DOCS})"
+    )
     if p is not None:
         require(p.shape == (batch,), "shapes", operator, f"p is {tuple(p.shape)}, logits have {batch} rows ({DOCS})")
         require(bool(((p >= 0) & (p <= 1)).all()), "ranges", operator, f"p must lie in [0, 1] ({DOCS})")
