@@ -85,6 +85,8 @@ CASES: list[tuple[str, str, Build]] = [
     ("block-ids", "npu_gather_pa_kv_cache", lambda: calls.gather(block_tables=table([[3, 9], [7, 0]]))),
     ("cache-form", FIA, lambda: calls.decode(key=half(8, 2, 128, 64), value=half(8, 2, 128, 64))),
     ("cache-form", FIA, lambda: calls.decode() | cache_of(8, 128, 192)),
+    ("cache-form", FIA, lambda: calls.decode(value=half(7, 128, 128))),
+    ("cache-form", FIA2, lambda: calls.packed(value=half(7, 2, 128, 128))),
     ("int32-elements", FIA, lambda: calls.decode() | huge_cache()),
     # Masks.
     ("mask-size", FIA, lambda: calls.prefill(atten_mask=None)),
@@ -127,6 +129,7 @@ CASES: list[tuple[str, str, Build]] = [
     ),
     ("layout", FIA, lambda: calls.decode(input_layout="SBH")),
     ("layout", FIA, lambda: calls.decode(input_layout="BNSD")),
+    ("layout", FIA, lambda: calls.heads_first(input_layout="BNSD_BSND")),
     ("sink", FIA2, lambda: calls.packed(learnable_sink=torch.zeros(6, device="npu"))),
     ("packed-causal", FIA2, lambda: calls.packed(actual_seq_kvlen=[130, 1, 256])),
     ("attention-dtype", FIA, lambda: calls.decode(query=torch.zeros(3, 1, 384, device="npu"))),

@@ -127,6 +127,9 @@ def _check_heads(call: AttentionCall, layout: Layout) -> None:
     query = to_bsnd(call.query, layout.query, heads)
     batch, _, found, dim = query.shape
     _require(call, found == heads, "heads", f"the query has {found} heads, the arguments say {heads}")
+    _require(
+        call, call.layout_name != "BNSD_BSND" or query.shape[1] > 1, "layout", "BNSD_BSND wants more than one query"
+    )
     _require(call, batch <= 65536, "batch", f"batch {batch}; the limit is 65536")
     _require(call, dim % 16 == 0 and dim <= 512, "head-size", f"head size {dim}; it must be a multiple of 16 up to 512")
     if layout.query in ("BSH", "BSND") and query.shape[1] > 1:
@@ -380,6 +383,10 @@ def _check_cache(call: AttentionCall, layout: Layout) -> None:
         call, width == call.num_kv_heads * heads_dim, "cache-form",
         f"the key cache has {width} elements a token, {call.num_kv_heads} heads of {heads_dim} need "
         f"{call.num_kv_heads * heads_dim}",
+    )  # fmt: skip
+    _require(
+        call, key.shape[:-1] == value.shape[:-1] and (layout.packed or key.shape == value.shape), "cache-form",
+        f"the caches of keys and values are {tuple(key.shape)} and {tuple(value.shape)}; they must have one shape",
     )  # fmt: skip
     if flat:
         _require(call, width <= 65535, "cache-form", f"KV_N*D={width}; [blocks, block_size, H] ends at 65535")
