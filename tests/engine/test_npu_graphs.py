@@ -143,6 +143,30 @@ def test_a_decode_step_waits_for_the_device_once_at_its_end(
     finish_all(llm)
 
 
+def test_drawn_tokens_and_their_logprobs_are_a_requests_own(model_path: Path) -> None:
+    """Alone or with others that are drawn otherwise."""
+    cuts: list[dict[str, Any]] = [DRAWN, {"temperature": 1.2}, {"top_p": 0.7}, {"temperature": 0.0}]
+    params = [
+        SamplingParams(
+            **({"seed": 3} | cut), max_new_tokens=8, ignore_eos=True, return_logprob=True, top_logprobs_num=2
+        )
+        for cut in cuts
+    ]
+    llm = make_llm(model_path)
+    together = run(llm, PROMPTS[:4], params)
+    for prompt, own, request in zip(PROMPTS, params, together, strict=False):
+        (alone,) = run(llm, [prompt], own)
+        assert alone.output_ids == request.output_ids
+        assert alone.scores is not None
+        assert request.scores is not None
+        for got, want in zip(request.scores.output, alone.scores.output, strict=True):
+            assert got is not None
+            assert want is not None
+            assert got.logprob == pytest.approx(want.logprob, abs=1e-2)
+            assert got.top[0][1] >= got.logprob - 1e-2
+    assert_idle(llm)
+
+
 def test_rows_that_are_drawn_on_the_host_are_counted(model_path: Path) -> None:
     drawn = SamplingParams(**DRAWN, max_new_tokens=3, ignore_eos=True)
     for kernels, want in (("auto", None), ("torch", 6)):
