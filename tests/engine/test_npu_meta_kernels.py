@@ -23,6 +23,9 @@ import torch
 from meta_kernels import described, restored
 from npu_workload import exercise
 
+from devices.npu.arguments.attention import AttentionShape
+from devices.npu.arguments.contract import Call
+from devices.npu.arguments.several import SinkAttention, VerifyAttention
 from devices.npu.emulator import ContractViolation, library, operators
 from devices.npu.emulator.schemas import SCHEMAS
 
@@ -105,6 +108,19 @@ def variations(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield call | {name: other}
 
 
+def without_caller() -> Iterator[Call]:
+    """Calls of builders that no model reaches yet: rows of a few tokens each, sinks."""
+    mask = npu_calls.npu(npu_calls.causal_mask())
+    table = npu_calls.npu(torch.tensor([[3, 5], [7, 0], [2, 6]], dtype=torch.int32))
+    rows = ([4, 1, 3], [130, 9, 256], table, mask)
+    cache = npu_calls.npu(npu_calls.random(8, 128, 256))
+    for window in (None, 50):
+        verify = VerifyAttention(AttentionShape(6, 2, 128), 128, *rows, window)
+        yield verify.of(npu_calls.npu(npu_calls.random(3, 4, 768)), cache, cache)
+        sinks = SinkAttention(AttentionShape(6, 2, 128), 128, *rows, npu_calls.npu(npu_calls.random(6)), window)
+        yield sinks.of(npu_calls.npu(npu_calls.random(8, 6, 128)), cache, cache)
+
+
 @pytest.fixture(scope="module")
 def accepted(on_device: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Every call that the emulator accepted, with its results: the package's, the legal ones, variations of them."""
@@ -114,6 +130,8 @@ def accepted(on_device: str, tmp_path_factory: pytest.TempPathFactory) -> list[d
     npu = operators()
     with recording(found):
         exercise(tmp_path_factory.mktemp("meta"))
+        for built in without_caller():
+            npu.npu_fused_infer_attention_score_v2(*built.args, **built.kwargs)
         for name, builds in npu_calls.LEGAL.items():
             for call in (call for build in builds for call in (build(), build(**LSE.get(name, {})))):
                 getattr(npu, name)(**call)
