@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from devices.base import Sampler
-from engine.step import AllowedTokens, LogitEdits, Scores
+from devices.pages import IntArray
+from devices.sampling import AllowedTokens, LogitEdits, Sampler
+from engine.step import ScoreColumns, Scores
+
+SCORE_BLOCK = 128
+"""Prompt tokens scored at once: a block of logits is as wide as the vocabulary."""
+
+Extras = tuple[torch.Tensor, torch.Tensor]
+"""Further tokens that are scored: their row, counted from the part's first, and their id; int64 [extras] each."""
 
 
 def edited(logits: torch.Tensor, edits: LogitEdits) -> torch.Tensor:
@@ -48,6 +59,34 @@ def masked(logits: torch.Tensor, allowed: AllowedTokens) -> torch.Tensor:
     logits = logits.clone()
     logits[row] = torch.where(is_number, kept, torch.nan)
     return logits
+
+
+@dataclass(frozen=True, slots=True)
+class WantedScores:
+    """`ScoreColumns` on the device.
+
+    Attributes:
+        prompt: by blocks of prompt tokens, the tokens, int64 [block], and `Extras`.
+        sampled: rows of scored new tokens, int64 [sampled scores], and `Extras`.
+    """
+
+    top_n: int
+    prompt: tuple[tuple[torch.Tensor, Extras], ...]
+    sampled: tuple[torch.Tensor, Extras]
+
+    @classmethod
+    def of(cls, wanted: ScoreColumns, stage: Callable[[npt.NDArray[np.int64]], torch.Tensor]) -> WantedScores:
+        """`stage`: that of a device."""
+
+        def part(values: IntArray, first: int) -> tuple[torch.Tensor, Extras]:
+            inside = (wanted.extra_score >= first) & (wanted.extra_score < first + len(values))
+            columns = (values, wanted.extra_score[inside] - first, wanted.extra_token_id[inside])
+            staged, row, token_id = (stage(column.astype(np.int64)) for column in columns)
+            return staged, (row, token_id)
+
+        blocks = range(0, len(wanted.target), SCORE_BLOCK)
+        prompt = tuple(part(wanted.target[first : first + SCORE_BLOCK], first) for first in blocks)
+        return cls(wanted.top_n, prompt, part(wanted.sampled_row, len(wanted.target)))
 
 
 def score(

@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from devices.base import Draws, Sampler
 from engine.step import SamplingColumns
 
 CANDIDATES = 64
@@ -62,17 +61,12 @@ class Sampled:
     is_finite: torch.Tensor
 
 
-def sample(logits: torch.Tensor, columns: SamplingColumns, sampler: Sampler | None = None) -> Sampled:
+def sample(logits: torch.Tensor, columns: SamplingColumns) -> Sampled:
     """Choose a token for each row of `logits`, float32 [rows, vocab_size].
 
-    A device's own `sampler` chooses for all rows; it gets the same numbers and makes the same choice. Without one,
-    greedy rows stay on the device. Rows to draw from are brought to the host: a choice takes double precision, and how
+    Greedy rows stay on the device. Rows to draw from are brought to the host: a choice takes double precision, and how
     many candidates it takes shows on the way.
     """
-    if sampler is not None:
-        numbers = uniforms(columns.seed, columns.position)
-        draws = Draws(columns.temperature, columns.top_k, columns.top_p, columns.min_p, numbers)
-        return Sampled(*sampler.sample(logits, draws))
     best, greedy = logits.max(dim=-1)
     is_finite = torch.isfinite(best)
     drawn = np.flatnonzero((columns.temperature > 0) & (columns.top_k != 1))

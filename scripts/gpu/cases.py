@@ -236,13 +236,14 @@ def extend(
     target: float | None,
 ) -> Case:
     from devices.cuda.attention import TritonAttention
+    from devices.cuda.configurations import architecture
     from devices.cuda.kernels.extend import extend_attention, plan_tiles
 
     num_heads, num_kv_heads, dim = heads
     lengths, new = [past + n for past, n in requests], [n for _, n in requests]
     paged = Paged.of(device, lengths, sum(new), heads, page_size, 2)
     out = torch.empty_like(paged.q)
-    tile_queries = TritonAttention.tile_queries(heads, page_size, paged.q)
+    tile_queries = TritonAttention.tile_queries(heads, page_size, architecture(out), out.element_size())
     tiles = plan_tiles(*(np.array(x, dtype=np.int32) for x in (new, lengths, range(len(new)))), tile_queries)
     request, first = (int32(device, column) for column in tiles)
     starts, seq_lens = int32(device, np.cumsum([0, *new])), int32(device, lengths)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from devices.sampling import AllowedTokens, LogitEdits
 from engine.sampling.logits import edited, joined, masked, score
 from engine.sampling.sampler import sample
-from engine.step import AllowedTokens, LogitEdits, SamplingColumns
+from engine.step import SamplingColumns
 
 VOCAB = 50
 

@@ -19,13 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 512
+BLOCK = 1024
 """Tokens that a program looks at together."""
 
 CAPACITY = 16384
 """Most tokens of a row that are copied together; a row that may keep more is searched where it lies, more slowly."""
 
-NUM_WARPS = 4
+NUM_WARPS = 8
 
 
 @triton.jit
