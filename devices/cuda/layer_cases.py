@@ -77,6 +77,8 @@ def _sampling() -> Iterator[KernelCase]:
         },
         constants={"BLOCK": 1024, "CAPACITY": 16384},
         num_warps=8,
+        max_registers=128,
+        ctas_per_sm=2,
         floor="B V 4 bytes",
         target="greedy 0.6; top-k and top-p <= 150 us at B64 V152k",
     )
