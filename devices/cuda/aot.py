@@ -7,7 +7,7 @@ a multiprocessor has is slow, or does not start, on every machine: that a CPU ca
     python -m devices.cuda.aot            the table
     python -m devices.cuda.aot --write    writes budgets.json for this Triton; tests/kernels/test_compiled.py keeps it
 
-`budgets.json`: floors and targets of the cases, and by version of Triton what was made of each and bytes that it spills.
+`budgets.json`: floors and targets, and by version of Triton what was made of each case and the bytes that it spills.
 """
 
 from __future__ import annotations
