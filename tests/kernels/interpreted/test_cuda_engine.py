@@ -18,6 +18,7 @@ from interpreted_gpu import install
 from tiny_models import save_tiny_llama, save_tiny_model
 
 from engine import LLM, SamplingParams
+from engine.errors import ConfigError
 from engine.runner import ModelRunner
 from engine.step import StepInput
 
@@ -123,6 +124,24 @@ def test_every_step_takes_one_copy_from_the_host(model_path: Path, monkeypatch: 
     assert len(copies) >= 3
     assert copies == [1] * len(copies)
     assert llm.stats()["graph_steps_replayed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "arguments", "words"),
+    [
+        (16, {"page_size": 24}, ("page_size=24", "'cuda'", "16, 32, 64, 128", "--page-size 16")),
+        (24, {}, ("'cuda' cannot run LlamaForCausalLM", "multiples of 16 up to 256, not 24", "--kernels torch")),
+        (16, {"max_total_tokens": 63}, ("less than one page of 64", "--max-total-tokens", "--page-size")),
+    ],
+    ids=["page", "head", "memory"],
+)
+def test_a_start_that_cannot_be_names_the_limit_and_the_way_out(
+    tmp_path: Path, head_dim: int, arguments: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    save_tiny_llama(tmp_path, head_dim=head_dim, num_hidden_layers=1)
+    with pytest.raises(ConfigError) as refused:
+        LLM(str(tmp_path), device="cuda", **{"page_size": 64, **arguments})
+    assert all(word in str(refused.value) for word in words), refused.value
 
 
 def logits_of(llm: LLM, prompt: list[int]) -> torch.Tensor:
