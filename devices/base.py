@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from devices.pages import IntArray
+from devices.sampling import Sampler
 
 if TYPE_CHECKING:
     import numpy as np
@@ -189,51 +190,6 @@ class Operators(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """How to choose a token of each row of logits; host, all [rows].
-
-    Attributes:
-        temperature: float32, 0 is greedy; top_k: int32, -1 is all; top_p, min_p: float32.
-        uniform: float64 in [0, 1), the row's own number: with the logits it decides the choice.
-    """
-
-    temperature: npt.NDArray[np.float32]
-    top_k: IntArray
-    top_p: npt.NDArray[np.float32]
-    min_p: npt.NDArray[np.float32]
-    uniform: npt.NDArray[np.float64]
-
-    def of(self, rows: npt.NDArray[np.int64]) -> Draws:
-        """Those of some rows."""
-        return Draws(*(getattr(self, name)[rows] for name in Draws.__slots__))
-
-
-class Sampler(Protocol):
-    """Chooses tokens where the logits are; a device without one leaves it to `engine.sampling`.
-
-    What may be drawn, and how probable it is, is what `engine.sampling` says. A row's token depends on its logits and
-    its own numbers, never on its neighbours or on the batch.
-    """
-
-    @property
-    def max_top_k(self) -> int | None:
-        """The largest top-k below the vocabulary's size that it computes; None: any."""
-        ...
-
-    def sample(self, logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token of each row of `logits`, float32 [rows, vocab_size].
-
-        Returns:
-            int64 [rows], and whether each row's logits were numbers, bool [rows]; the token of others means nothing.
-        """
-        ...
-
-    def log_normaliser(self, logits: torch.Tensor) -> torch.Tensor:
-        """What a logit is more than its logprob: `logsumexp` of each row, float32 [rows]."""
-        ...
-
-
 class Device(Protocol):
     """One opened device."""
 
@@ -259,6 +215,22 @@ class Device(Protocol):
 
     def memory(self) -> MemoryInfo: ...
 
+    def stage(self, array: npt.NDArray[Any], into: torch.Tensor | None = None) -> torch.Tensor:
+        """A tensor on the device with the array's values for all that is launched after the next `send`.
+
+        What a step needs of the host is staged piece by piece and copied as one (`devices.cuda.upload`), or at once
+        where a device gains nothing by that.
+
+        Args:
+            array: numbers; the tensor has its shape and dtype, and may share its memory.
+            into: a tensor on the device that takes the values over, and is returned.
+        """
+        ...
+
+    def send(self) -> None:
+        """Copy what was staged to the device, behind what was launched before; nothing waits for it."""
+        ...
+
     def kv_layer(
         self, index: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> KvLayer:
@@ -282,7 +254,7 @@ class Device(Protocol):
         ...
 
     def copy_page(self, layers: Sequence[KvLayer], source: int, target: int) -> None:
-        """Copy one page's keys and values in every layer, after what was launched before."""
+        """Copy one page's keys and values in every layer, after what was launched before; done with the next `send`."""
         ...
 
     def capture(self, run: Callable[[], None], backends: Sequence[AttentionBackend], num_rows: int) -> CapturedGraph:

@@ -45,10 +45,9 @@ class StepColumns:
     seq_lens: IntArray
     families: Mapping[str, FamilyColumns]
 
-    def tokens_on(self, device: torch.device, sampled: torch.Tensor) -> torch.Tensor:
-        """The token ids on the device, int64 [tokens]; `sampled`: what the step before sampled, int64."""
-        token_ids = torch.from_numpy(self.token_ids.astype(np.int64)).to(device)
-        return resolved(token_ids, sampled) if self.token_ids.min() < 0 else token_ids
+    @property
+    def has_references(self) -> bool:
+        return bool(self.token_ids.min() < 0)
 
     def padded(self, size: int) -> StepColumns:
         """With rows of padding up to `size`; each writes a slot of its own in the padding page."""
@@ -100,7 +99,7 @@ class AttentionGroups:
             self.by_family.setdefault(family, []).append(backend)
             own = [layer for layer, other in enumerate(config.windows) if other == window]
             self.layers[family] = sorted([*self.layers.get(family, []), *own])
-        self._page_size, self._device = geometry.page_size, device.torch_device
+        self._page_size, self._device = geometry.page_size, device
 
     @property
     def backends(self) -> Sequence[AttentionBackend]:
@@ -108,11 +107,12 @@ class AttentionGroups:
         return [backend for backends in self.by_family.values() for backend in backends]
 
     def plan(self, step: StepColumns) -> AttentionMetadata:
-        """Let every backend plan the step; returns it as the layers that read everything see it."""
+        """Let every backend plan the step, whose columns are staged; returns it as the layers that read everything
+        see it."""
         planned = {}
         for family, backends in self.by_family.items():
             own = step.families[family]
-            tables = torch.from_numpy(own.tables).to(self._device)
+            tables = self._device.stage(own.tables)
             planned[family] = AttentionMetadata(step.query_lens, step.seq_lens, tables, own.slots, self._page_size)
             for backend in backends:
                 backend.plan(planned[family])

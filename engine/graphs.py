@@ -1,6 +1,6 @@
 """Decode steps as captured graphs, for devices that capture: one for each of a few batch sizes.
 
-A step in which every request has one new token is padded to the next size, its columns are copied into the tensors of
+A step in which every request has one new token is padded to the next size, its columns are staged for the tensors of
 that size's graph, and the graph is launched as one piece. Rows of padding read one token of page 0, the page that is
 nobody's, and write there. Every other step runs eagerly; each cause is counted (`EngineCore.stats`).
 """
@@ -17,7 +17,7 @@ import torch
 
 from devices.base import Capabilities, Device, KvLayer
 from devices.page_pool import PADDING_PAGE
-from engine.attention import AttentionGroups, FamilyColumns, StepColumns
+from engine.attention import AttentionGroups, FamilyColumns, StepColumns, resolved
 from engine.models.decoder import Decoder
 from mem_cache.kv_info import RowGeometry
 from mem_cache.rows import table_width
@@ -79,7 +79,8 @@ class DecodeGraphs:
         self._sizes = list(sizes)
 
     def prepare(self, step: StepColumns, sampled: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """What computes the step's hidden states, [batch, hidden_size]; None when it has to run eagerly.
+        """What computes the step's hidden states, [batch, hidden_size], once the step was sent; None when it has to run
+        eagerly.
 
         `sampled`: what the step before sampled, int64, on the device.
 
@@ -105,11 +106,11 @@ class _Graph:
     def __init__(
         self, model: Decoder, device: Device, layers: Sequence[KvLayer], geometry: RowGeometry, size: int
     ) -> None:
-        self._device, self._size = device.torch_device, size
+        self._device, self._size = device, size
         self._attention = AttentionGroups(device, model.config, geometry)
-        self._token_ids = torch.zeros(size, dtype=torch.int64, device=self._device)
-        self._positions = torch.zeros(size, dtype=torch.int32, device=self._device)
-        wanted = torch.arange(size, device=self._device)
+        self._token_ids = torch.zeros(size, dtype=torch.int64, device=device.torch_device)
+        self._positions = torch.zeros(size, dtype=torch.int32, device=device.torch_device)
+        wanted = torch.arange(size, device=device.torch_device)
         self._attention.plan(_nobodys(size, geometry))
         outputs: list[torch.Tensor] = []
 
@@ -123,11 +124,14 @@ class _Graph:
     @torch.inference_mode()
     def prepare(self, step: StepColumns, sampled: torch.Tensor) -> Callable[[], torch.Tensor]:
         padded = step.padded(self._size)
-        self._token_ids.copy_(padded.tokens_on(self._device, sampled))
-        self._positions.copy_(torch.from_numpy(padded.positions))
+        refers = padded.has_references
+        token_ids = self._device.stage(padded.token_ids.astype(np.int64), None if refers else self._token_ids)
+        self._device.stage(padded.positions, self._positions)
         planned = self._attention.plan(padded)
 
         def run() -> torch.Tensor:
+            if refers:
+                self._token_ids.copy_(resolved(token_ids, sampled))
             self._captured.replay(planned)
             return self._hidden[: len(step.query_lens)]
 

@@ -18,18 +18,15 @@ import torch
 
 from devices.base import Device
 from devices.pages import page_count, ragged_positions, ragged_slots
-from engine.attention import AttentionGroups, FamilyColumns, StepColumns
+from engine.attention import AttentionGroups, FamilyColumns, StepColumns, resolved
 from engine.graphs import DecodeGraphs
 from engine.models.decoder import Decoder
-from engine.sampling.logits import edited, joined, masked, score
-from engine.sampling.sampler import sample
-from engine.step import ScoreColumns, Scores, StepInput, StepOutput
+from engine.sampling.choice import chooser
+from engine.sampling.logits import WantedScores, joined, score
+from engine.step import Scores, StepInput, StepOutput
 from mem_cache.kv_info import RowGeometry
 from mem_cache.pools import AttentionKv
 from mem_cache.rows import TableChange, table_width
-
-SCORE_BLOCK = 128
-"""Prompt tokens scored at once: a block of logits is as wide as the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +107,17 @@ class ModelRunner:
     def launch(self, step: StepInput) -> None:
         """Begin a step behind those that were launched before; nothing here waits for the device."""
         called = time.perf_counter()
+        stage = self._device.stage
         forward = self._prepare(step)
+        choose = chooser(step.sampling, step.edits, step.allowed, self._device.sampler, self._vocab_size)
+        where = None if step.is_sampled.all() else stage(np.flatnonzero(step.is_sampled))
+        wanted = None if step.scores is None else WantedScores.of(step.scores, stage)
+        self._device.send()
         started = time.perf_counter()
         hidden = forward()
         ends = hidden[len(hidden) - len(step.rows) :]
-        where = None if step.is_sampled.all() else torch.from_numpy(np.flatnonzero(step.is_sampled)).to(hidden.device)
         logits = self._logits(ends if where is None else ends[where])
-        choices = logits if step.edits is None else edited(logits, step.edits)
-        choices = choices if step.allowed is None else masked(choices, step.allowed)
-        sampled = sample(choices, step.sampling, self._device.sampler)
+        sampled = choose(logits)
         self._on_host.update(sampled.on_host)
         self._sampled = torch.where(sampled.is_finite, sampled.token_ids, 0)
         # A chunk without logits is judged by its last hidden state: attention carries a NaN of its KV there.
@@ -129,8 +128,8 @@ class ModelRunner:
         else:
             results[where] = torch.where(results[where] < 0, results[where], tokens)
         scores = None
-        if step.scores is not None:
-            scores = partial(self._scores, step.scores, hidden, logits, sampled.token_ids)
+        if wanted is not None:
+            scores = partial(self._scores, wanted, hidden, logits, sampled.token_ids)
         self._running.append(
             _Running(
                 step.step_id,
@@ -166,26 +165,22 @@ class ModelRunner:
         return self.model.logits(hidden)[:, : self._vocab_size]
 
     def _scores(
-        self, wanted: ScoreColumns, hidden: torch.Tensor, logits: torch.Tensor, token_ids: torch.Tensor
+        self, wanted: WantedScores, hidden: torch.Tensor, logits: torch.Tensor, token_ids: torch.Tensor
     ) -> Scores:
         """Logprobs of prompt tokens, block by block so that no large matrix of logits is held, then of sampled ones."""
-        parts = []
-        num_prompt = len(wanted.place)
-        targets = torch.from_numpy(wanted.target.astype(np.int64)).to(hidden.device)
-        for first in range(0, num_prompt, SCORE_BLOCK):
-            last = min(first + SCORE_BLOCK, num_prompt)
-            extra = _extras(wanted, first, last, hidden.device)
-            parts.append(
-                score(self._logits(hidden[first:last]), targets[first:last], wanted.top_n, *extra, self._device.sampler)
-            )
-        rows = torch.from_numpy(wanted.sampled_row.astype(np.int64)).to(hidden.device)
-        extra = _extras(wanted, num_prompt, num_prompt + len(rows), hidden.device)
-        return joined([*parts, score(logits[rows], token_ids[rows], wanted.top_n, *extra, self._device.sampler)])
+        parts, top_n, sampler = [], wanted.top_n, self._device.sampler
+        first = 0
+        for targets, extra in wanted.prompt:
+            last = first + len(targets)
+            parts.append(score(self._logits(hidden[first:last]), targets, top_n, *extra, sampler))
+            first = last
+        rows, extra = wanted.sampled
+        return joined([*parts, score(logits[rows], token_ids[rows], top_n, *extra, sampler)])
 
     def _prepare(self, step: StepInput) -> Callable[[], torch.Tensor]:
-        """Bring page tables up to date, plan attention, put the step's columns on the device.
+        """Bring page tables up to date, plan attention, stage the step's columns for the device.
 
-        Returns what computes the hidden states of the wanted tokens, [wanted, hidden_size].
+        Returns what computes the hidden states of the wanted tokens, [wanted, hidden_size], once they were sent.
         """
         self._apply(step.table_changes)
         for copy in step.page_copies:
@@ -197,17 +192,19 @@ class ModelRunner:
             replay = self._graphs.prepare(columns, self._sampled)
             if replay is not None:
                 return replay
-        to = self._device.torch_device
         self._groups.plan(columns)
-        wanted = np.cumsum(step.num_new, dtype=np.int64) - 1
+        ends = np.cumsum(step.num_new, dtype=np.int64) - 1
         if step.scores is not None:
-            wanted = np.concatenate([step.scores.place, wanted])
-        inputs = ForwardInputs(
-            columns.tokens_on(to, self._sampled),
-            torch.from_numpy(columns.positions).to(to),
-            torch.from_numpy(wanted).to(to),
-        )
-        return lambda: self.forward(inputs)
+            ends = np.concatenate([step.scores.place, ends])
+        stage, before = self._device.stage, self._sampled
+        token_ids, positions = stage(columns.token_ids.astype(np.int64)), stage(columns.positions)
+        wanted = stage(ends)
+
+        def forward() -> torch.Tensor:
+            known = resolved(token_ids, before) if columns.has_references else token_ids
+            return self.forward(ForwardInputs(known, positions, wanted))
+
+        return forward
 
     def _columns(self, step: StepInput) -> StepColumns:
         ends = step.starts + step.num_new
@@ -223,11 +220,3 @@ class ModelRunner:
     def _apply(self, changes: tuple[TableChange, ...]) -> None:
         for change in changes:
             self._tables[change.family][change.row, change.start : change.start + len(change.pages)] = change.pages
-
-
-def _extras(wanted: ScoreColumns, first: int, last: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Further tokens of scores `[first, last)`, the scores counted from `first`; int64 [extras] twice."""
-    inside = (wanted.extra_score >= first) & (wanted.extra_score < last)
-    row = wanted.extra_score[inside].astype(np.int64) - first
-    token_id = wanted.extra_token_id[inside].astype(np.int64)
-    return torch.from_numpy(row).to(device), torch.from_numpy(token_id).to(device)

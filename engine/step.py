@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from devices.pages import IntArray
+from devices.sampling import AllowedTokens, LogitEdits
 from mem_cache.rows import PageCopy, TableChange
 
 
@@ -38,40 +39,6 @@ class SamplingColumns:
     def of(self, rows: npt.NDArray[np.int64]) -> SamplingColumns:
         """Those of some rows."""
         return SamplingColumns(*(getattr(self, name)[rows] for name in SamplingColumns.__slots__))
-
-
-@dataclass(frozen=True, slots=True)
-class LogitEdits:
-    """Changes to the logits of sampled rows, before anything is drawn; sparse, one entry for a (row, token).
-
-    Attributes:
-        row, token_id: of each token that a penalty looks at, int32 [seen]; `count` of them in the output, int32.
-        repetition, presence, frequency: of each sampled row, float32 [sampled].
-        bias_row, bias_token_id, bias: added afterwards, int32, int32, float32 [biases]; -inf forbids a token.
-    """
-
-    row: IntArray
-    token_id: IntArray
-    count: IntArray
-    repetition: npt.NDArray[np.float32]
-    presence: npt.NDArray[np.float32]
-    frequency: npt.NDArray[np.float32]
-    bias_row: IntArray
-    bias_token_id: IntArray
-    bias: npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class AllowedTokens:
-    """Which tokens may be drawn in the sampled rows that keep a grammar; all are in the others.
-
-    Attributes:
-        row: those sampled rows, int32 [masked].
-        words: int32 [masked, words]; bit `i % 32` of word `i // 32` says that token `i` may be drawn.
-    """
-
-    row: IntArray
-    words: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,10 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from devices.base import (
@@ -26,6 +28,7 @@ from devices.cpu.kernels.build import KernelsUnavailable, load_kernels
 from devices.cpu.kernels.operators import KernelOperators
 from devices.torch_forms.attention import PagedAttention
 from devices.torch_forms.operators import TorchOperators
+from devices.torch_forms.transfer import placed
 
 PAGE_SIZES = (1, 16, 32, 64, 128)
 
@@ -70,6 +73,12 @@ class CpuDevice:
         """Physical memory, and what the system says could be given out without swapping."""
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return MemoryInfo(total, min(total, _available_bytes(total)))
+
+    def stage(self, array: npt.NDArray[Any], into: torch.Tensor | None = None) -> torch.Tensor:
+        return placed(array, self.torch_device, into)
+
+    def send(self) -> None:
+        """Everything is there when `stage` returns."""
 
     def kv_layer(
         self, index: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype

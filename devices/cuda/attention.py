@@ -8,19 +8,25 @@ What a captured graph reads stays where it is: after `freeze` a plan writes into
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from devices.base import AttentionMetadata, KvLayer
 from devices.cuda.arguments import MAX_QUERIES, AttentionShape, BadKernelArgument
 from devices.cuda.configurations import architecture, balanced_splits, decode_tiles, extend_tiles
-from devices.cuda.upload import Uploaded, Uploader
+from devices.cuda.upload import Uploader
 from devices.pages import IntArray
 
 Heads = tuple[int, int, int]
 """Query heads, KV heads, and their size."""
+
+ALIGNMENT = 4
+"""A plan's columns start at multiples of 16 bytes, which kernels read at once."""
 
 DECODE_DTYPE = torch.bfloat16
 """Whose tiles decide how many programs fit on a multiprocessor; an estimate for other dtypes."""
@@ -44,18 +50,27 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A step on the device. `step` keeps the host's columns, from which tiles of queries are made when they are needed.
+    """A step on the device. `step` keeps the host's columns, from which tiles of queries are made.
 
     Attributes:
-        uploaded: query starts, lengths, slots and `work.short`, on the device.
         tables: int32 [batch, pages].
+        whole: query starts, lengths, slots and `work.short`, one after another; `columns` are views of it.
     """
 
     step: AttentionMetadata
     work: Work
     num_splits: int
     tables: torch.Tensor
-    uploaded: Uploaded
+    whole: torch.Tensor
+
+    @property
+    def columns(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self.whole[start:end] for start, end in _spans(self._lengths))
+
+    @property
+    def _lengths(self) -> tuple[int, ...]:
+        batch = len(self.step.query_lens)
+        return batch + 1, batch, len(self.step.slots), len(self.work.short)
 
 
 class TritonAttention:
@@ -82,31 +97,37 @@ class TritonAttention:
         self._window = window
         self._plan: _Plan | None = None
         self._is_frozen = False
-        self._tiles: dict[int, Uploaded] = {}
+        self._itemsize = DECODE_DTYPE.itemsize  # of the queries, as far as it was seen
+        self._tiles: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def plan(self, step: AttentionMetadata) -> None:
-        """Bring the step's columns to the device in one copy."""
+        """Stage the step's columns (`devices.base.Device.stage`)."""
         work = Work.of(step.query_lens)
         query_starts = np.zeros(len(step.query_lens) + 1, dtype=np.int32)
         np.cumsum(step.query_lens, out=query_starts[1:])
-        columns = (query_starts, step.seq_lens, step.slots.astype(np.int32), work.short)
+        whole = _joined((query_starts, step.seq_lens, step.slots, work.short))
         frozen = self._plan if self._is_frozen else None
         if frozen is None:
-            self._tiles = {}
             num_splits = self._num_splits(step, work, step.seq_lens)
-            self._plan = _Plan(step, work, num_splits, step.page_tables, self._uploader.upload(columns))
-        else:
-            if work.max_queries > frozen.work.max_queries or len(work.long):
-                raise ValueError("a graph was captured for fewer new tokens of a request than this step has")
-            self._uploader.upload(columns, into=frozen.uploaded.whole)
-            frozen.tables[:, : step.page_tables.shape[1]].copy_(step.page_tables)
+            self._plan = _Plan(step, work, num_splits, step.page_tables, self._uploader.stage(whole))
+            self._tiles = self._stage_tiles(self._plan) if len(work.long) else None
+            return
+        if work.max_queries > frozen.work.max_queries or len(work.long):
+            raise ValueError("a graph was captured for fewer new tokens of a request than this step has")
+        if len(whole) != len(frozen.whole):
+            raise ValueError(f"columns of {len(whole)} numbers do not fit the {len(frozen.whole)} that were captured")
+        self._uploader.stage(whole, into=frozen.whole)
+        tables = frozen.tables[:, : step.page_tables.shape[1]]
+        self._uploader.afterwards(lambda: tables.copy_(step.page_tables))
 
     def freeze(self) -> None:
-        """Keep the tensors of the last plan for a graph; rows may become as long as its page tables are wide."""
+        """Keep tensors with the last plan for a graph; rows may become as long as its page tables are wide."""
         assert self._plan is not None, "a step is planned before it is captured"
+        self._uploader.send()
         plan, self._is_frozen = self._plan, True
         longest = np.full_like(plan.step.seq_lens, plan.tables.shape[1] * plan.step.page_size)
-        self._plan = replace(plan, num_splits=self._num_splits(plan.step, plan.work, longest))
+        num_splits = self._num_splits(plan.step, plan.work, longest)
+        self._plan = replace(plan, num_splits=num_splits, tables=plan.tables.clone(), whole=plan.whole.clone())
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KvLayer) -> torch.Tensor:
         """See `devices.base.AttentionBackend.forward`."""
@@ -115,7 +136,8 @@ class TritonAttention:
 
         plan = self._plan
         assert plan is not None, "a step is planned before its layers run"
-        query_starts, seq_lens, slots, short = plan.uploaded.columns
+        self._uploader.send()  # nothing to do when the step was sent as a whole
+        query_starts, seq_lens, slots, short = plan.columns
         write_kv(k, v, layer.k, layer.v, slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if len(plan.work.short):
@@ -129,19 +151,26 @@ class TritonAttention:
         return out
 
     def _extend(self, plan: _Plan, q: torch.Tensor, layer: KvLayer, out: torch.Tensor) -> None:
-        from devices.cuda.kernels.extend import extend_attention, plan_tiles
+        from devices.cuda.kernels.extend import extend_attention
 
-        tile_queries = self.tile_queries((self._num_heads, self._num_kv_heads, self._head_dim), plan.step.page_size, q)
-        if tile_queries not in self._tiles:
-            step = plan.step
-            tiles = plan_tiles(step.query_lens, step.seq_lens, plan.work.long, tile_queries)
-            self._tiles[tile_queries] = self._uploader.upload((tiles[0], tiles[1]))
-        request, first = self._tiles[tile_queries].columns
-        query_starts, seq_lens, *_ = plan.uploaded.columns
+        if self._tiles is None or q.element_size() != self._itemsize:
+            self._itemsize = q.element_size()
+            self._tiles = self._stage_tiles(plan)
+            self._uploader.send()
+        query_starts, seq_lens, *_ = plan.columns
         extend_attention(
-            q, layer.k, layer.v, out, plan.tables, request, first, query_starts, seq_lens,
+            q, layer.k, layer.v, out, plan.tables, *self._tiles, query_starts, seq_lens,
             scale=self._head_dim**-0.5, window=self._window,
         )  # fmt: skip
+
+    def _stage_tiles(self, plan: _Plan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Requests and first queries of the tiles of long requests, int32 [tiles] each."""
+        from devices.cuda.kernels.extend import plan_tiles
+
+        step, heads = plan.step, (self._num_heads, self._num_kv_heads, self._head_dim)
+        tile_queries = self.tile_queries(heads, step.page_size, architecture(plan.tables), self._itemsize)
+        tiles = plan_tiles(step.query_lens, step.seq_lens, plan.work.long, tile_queries)
+        return self._uploader.stage(tiles[0]), self._uploader.stage(tiles[1])
 
     def _num_splits(self, step: AttentionMetadata, work: Work, seq_lens: IntArray) -> int:
         if not len(work.short):
@@ -159,10 +188,24 @@ class TritonAttention:
         return balanced_splits(lengths, shape.num_kv_heads * row_tiles, num_sms, tiles.ctas_per_sm)
 
     @staticmethod
-    def tile_queries(heads: Heads, page_size: int, q: torch.Tensor) -> int:
-        """New tokens in a tile of the extend kernel."""
+    def tile_queries(heads: Heads, page_size: int, arch: int, itemsize: int) -> int:
+        """New tokens in a tile of the extend kernel; `itemsize`: bytes of an element of the queries."""
         shape = _shape(heads, page_size)
-        return extend_tiles(architecture(q), shape, q.element_size()).block_m // shape.group
+        return extend_tiles(arch, shape, itemsize).block_m // shape.group
+
+
+def _spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Where columns of these lengths stand when they are joined; each starts at a multiple of `ALIGNMENT`."""
+    starts = np.cumsum([0, *(length + -length % ALIGNMENT for length in lengths)]).tolist()
+    return [(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+
+
+def _joined(columns: Sequence[npt.NDArray[Any]]) -> IntArray:
+    spans = _spans([len(column) for column in columns])
+    whole = np.zeros(spans[-1][1], dtype=np.int32)
+    for column, (start, end) in zip(columns, spans, strict=True):
+        whole[start:end] = column
+    return whole
 
 
 def _shape(heads: Heads, page_size: int) -> AttentionShape:

@@ -44,7 +44,7 @@ class Tiles:
 
 # By (least compute capability, head_dim up to, bytes of an element of KV up to); the first that fits.
 _DECODE: tuple[tuple[int, int, int, Tiles], ...] = (
-    (90, 64, 2, Tiles(16, 64, 4, 3, 6)),
+    (90, 64, 2, Tiles(16, 64, 2, 3, 6)),
     (90, 128, 1, Tiles(16, 64, 4, 3, 4)),
     (90, 128, 2, Tiles(16, 64, 4, 3, 3)),
     (90, 256, 2, Tiles(16, 32, 4, 3, 3)),
@@ -98,7 +98,8 @@ def decode_tiles(arch: int, shape: AttentionShape, max_queries: int) -> Tiles:
     for least, dim, itemsize, tiles in _DECODE:
         if arch >= least and shape.dim <= dim and shape.kv_dtype.itemsize <= itemsize:
             block_n = min(tiles.block_n, shape.page_size)
-            return Tiles(block_m, block_n, tiles.num_warps, tiles.num_stages, tiles.ctas_per_sm)
+            num_warps = tiles.num_warps if block_m == tiles.block_m else max(4, tiles.num_warps)
+            return Tiles(block_m, block_n, num_warps, tiles.num_stages, tiles.ctas_per_sm)
     raise AssertionError(f"arguments.py lets head_dim={shape.dim} pass, the table for sm_{arch} has no line for it")
 
 

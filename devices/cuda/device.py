@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from devices.base import (
@@ -21,14 +23,15 @@ from devices.base import (
     KvLayer,
     MemoryInfo,
     Operators,
-    Sampler,
 )
 from devices.cuda.arguments import PAGE_SIZES
 from devices.cuda.attention import TritonAttention
 from devices.cuda.runtime import Runtime
 from devices.cuda.upload import Uploader
+from devices.sampling import Sampler
 from devices.torch_forms.attention import PagedAttention
 from devices.torch_forms.operators import TorchOperators
+from devices.torch_forms.transfer import placed
 
 DEFAULT_PAGE_SIZE = 64
 """Tokens; a tile of keys is as large, and a smaller page would make smaller tiles."""
@@ -96,6 +99,13 @@ class CudaDevice:
     def memory(self) -> MemoryInfo:
         return self._runtime.memory()
 
+    def stage(self, array: npt.NDArray[Any], into: torch.Tensor | None = None) -> torch.Tensor:
+        # The torch forms read page tables on the host while they plan.
+        return self._uploader.stage(array, into) if self._has_kernels else placed(array, self.torch_device, into)
+
+    def send(self) -> None:
+        self._uploader.send()
+
     def kv_layer(
         self, index: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> KvLayer:
@@ -125,10 +135,13 @@ class CudaDevice:
             return
         from devices.cuda.kernels.kv_cache import copy_pages
 
-        pages = (np.array([page], dtype=np.int32) for page in (source, target))
-        from_page, to_page = self._uploader.upload(tuple(pages)).columns
-        for layer in layers:
-            copy_pages(layer.k, layer.v, from_page, to_page)
+        from_page, to_page = (self._uploader.stage(np.array([page], dtype=np.int32)) for page in (source, target))
+
+        def copy() -> None:
+            for layer in layers:
+                copy_pages(layer.k, layer.v, from_page, to_page)
+
+        self._uploader.afterwards(copy)
 
     def capture(self, run: Callable[[], None], backends: Sequence[AttentionBackend], num_rows: int) -> CapturedGraph:
         for backend in backends:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
-from devices.base import AttentionBackend, CapturedGraph, KernelChoice, KvLayer, MemoryInfo, Operators, Sampler
+from devices.base import AttentionBackend, CapturedGraph, KernelChoice, KvLayer, MemoryInfo, Operators
 from devices.npu.arguments.attention import MASK_SIZE, AttentionShape
 from devices.npu.arguments.contract import INT32_MAX
 from devices.npu.attention import NpuAttention
@@ -18,7 +19,9 @@ from devices.npu.operators import NpuOperators
 from devices.npu.probe import Found
 from devices.npu.sampler import NpuSampler
 from devices.npu.slots import choose_slots
+from devices.sampling import Sampler
 from devices.torch_forms.operators import TorchOperators
+from devices.torch_forms.transfer import placed
 
 TRANSFER_ALIGNMENT = 2 << 20
 """Bytes: transfer libraries register memory in pieces of 2 MiB."""
@@ -62,6 +65,12 @@ class NpuDevice:
     def memory(self) -> MemoryInfo:
         free, total = self._runtime.mem_get_info()
         return MemoryInfo(total, free)
+
+    def stage(self, array: npt.NDArray[Any], into: torch.Tensor | None = None) -> torch.Tensor:
+        return placed(array, self.torch_device, into)
+
+    def send(self) -> None:
+        """Everything is there when `stage` returns."""
 
     def kv_layer(
         self, index: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype

@@ -11,6 +11,7 @@ that a sum over a large vocabulary rounds little, and a share of mass below 2**-
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from devices.base import Draws
 from devices.npu.arguments.sampling import MAX_TOP_K, TopKTopP
+from devices.sampling import Draws
+from devices.torch_forms.logits import changed
 
 SPAN = 256
 """Tokens whose weights are summed before the cumulative sum: only the span that is hit is summed token by token."""
@@ -32,7 +34,7 @@ SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 
 
 class NpuSampler:
-    """See `devices.base.Sampler`."""
+    """See `devices.sampling.Sampler`."""
 
     max_top_k: int | None = MAX_TOP_K
 
@@ -40,7 +42,10 @@ class NpuSampler:
         """`npu`: what has torch_npu's functions."""
         self._npu = npu
 
-    def sample(self, logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
+    def prepare(self, draws: Draws) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        return lambda logits: self._sample(changed(logits, draws.edits, draws.allowed), draws)
+
+    def _sample(self, logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
         vocab_size = logits.shape[-1]
         best, tokens = logits.max(dim=-1)
         is_finite = torch.isfinite(best)

@@ -8,14 +8,13 @@ Order of the transforms: temperature, top-k, top-p over what top-k left, min-p, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from devices.base import Draws, Sampler
 from engine.step import SamplingColumns
 
 CANDIDATES = 64
@@ -70,20 +69,17 @@ class Sampled:
     on_host: Mapping[str, int] = field(default_factory=dict)
 
 
-def sample(logits: torch.Tensor, columns: SamplingColumns, sampler: Sampler | None = None) -> Sampled:
+def sample(logits: torch.Tensor, columns: SamplingColumns) -> Sampled:
     """Choose a token for each row of `logits`, float32 [rows, vocab_size].
 
-    A device's own `sampler` chooses for all rows that it can, with the same numbers. Without one, greedy rows stay on
-    the device. Other rows to draw from are brought to the host: a choice takes double precision, and how many
-    candidates it takes shows on the way.
+    Greedy rows stay on the device. Rows to draw from are brought to the host: a choice takes double precision, and how
+    many candidates it takes shows on the way.
     """
-    if sampler is not None:
-        return _sample_on_device(logits, columns, sampler)
     best, greedy = logits.max(dim=-1)
     is_finite = torch.isfinite(best)
     drawn = np.flatnonzero((columns.temperature > 0) & (columns.top_k != 1))
     if len(drawn) and not logits.is_cpu:
-        _draw_on_host(logits, columns, drawn, greedy)
+        draw_on_host(logits, columns, drawn, greedy)
         return Sampled(greedy, is_finite, {"no_sampler": len(drawn)})
     token_ids = greedy
     if len(drawn):
@@ -106,23 +102,7 @@ def sample(logits: torch.Tensor, columns: SamplingColumns, sampler: Sampler | No
     return Sampled(token_ids, is_finite)
 
 
-def _sample_on_device(logits: torch.Tensor, columns: SamplingColumns, sampler: Sampler) -> Sampled:
-    """By the device's sampler, but for rows whose top-k it does not compute: which way a row goes is its own affair."""
-    draws = Draws(
-        columns.temperature, columns.top_k, columns.top_p, columns.min_p, uniforms(columns.seed, columns.position)
-    )
-    most = logits.shape[-1] if sampler.max_top_k is None else sampler.max_top_k
-    is_beyond = (draws.temperature > 0) & (draws.top_k > most) & (draws.top_k < logits.shape[-1])
-    beyond = np.flatnonzero(is_beyond)
-    if not len(beyond):
-        return Sampled(*sampler.sample(logits, draws))
-    greedy_there = np.where(is_beyond, np.float32(0.0), draws.temperature)
-    tokens, is_finite = sampler.sample(logits, replace(draws, temperature=greedy_there))
-    _draw_on_host(logits, columns, beyond, tokens)
-    return Sampled(tokens, is_finite, {"top_k": len(beyond)})
-
-
-def _draw_on_host(
+def draw_on_host(
     logits: torch.Tensor, columns: SamplingColumns, rows: npt.NDArray[np.int64], into: torch.Tensor
 ) -> None:
     """Choose for some rows on the host, which waits for their logits, and write the tokens into `into` [all rows]."""

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from devices.pages import IntArray
+from devices.sampling import AllowedTokens, LogitEdits
 from engine.request import Request, TokenLogprob
-from engine.step import AllowedTokens, LogitEdits, SamplingColumns, ScoreColumns, Scores, StepInput, refer
+from engine.step import SamplingColumns, ScoreColumns, Scores, StepInput, refer
 from mem_cache.rows import PageCopy, TableChange
 
 

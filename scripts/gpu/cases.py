@@ -12,28 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from cache_cases import copy, tables, write
+from case import Case, int32, num_sms, randn
 from report import relative_error
+from sample_cases import edit, sample
+from state_cases import conv_decode, conv_prefill, gated_delta, mamba2
 
-BF16_TOLERANCE = 1e-2
 LLAMA_8B = (32, 8, 128)
-
-
-@dataclass
-class Case:
-    """One kernel at one shape.
-
-    Attributes:
-        run: launches it on set `i`; error: of the last launch on set 0.
-    """
-
-    name: str
-    run: Callable[[int], object]
-    error: Callable[[], float]
-    num_bytes: float
-    flops: float = 0.0
-    target: float | None = None
-    tolerance: float = BF16_TOLERANCE
-    num_sets: int = 4
 
 
 Named = tuple[str, Callable[[], Case]]
@@ -51,6 +36,9 @@ def make_cases(device: torch.device, tiny: bool) -> Iterator[Named]:
     yield at("rotate 8192 x 40 heads", rope, 8192, 40, 128, small=(3, 4, 32))
     yield at("silu * up 8192x12288", gate, 8192, 12288, small=(3, 48))
     yield at("write kv 8192 x 8 heads", write, 8192, 8, 128, 64, small=(9, 2, 32, 16))
+    yield at("copy 256 pages of 8 heads", copy, 256, 8, 128, 64, small=(3, 2, 32, 16))
+    yield at("page tables 256 x 32 new", tables, 256, 32, 512, 64, 12e-6, small=(3, 20, 5, 16, 12e-6))
+    yield at("page tables 256 x 1 new", tables, 256, 1, 512, 64, 6e-6, small=(3, 1, 5, 16, 6e-6))
     yield at("decode 64 x 4096", decode, [4096] * 64, LLAMA_8B, 64, 0.80, small=([20, 33], (4, 2, 32), 16, None))
     yield at("decode 8 x 32768", decode, [32768] * 8, LLAMA_8B, 64, 0.70, small=([300], (4, 2, 32), 16, None))
     yield at("decode 1 x 32768", decode, [32768], LLAMA_8B, 64, 0.60, small=([600], (4, 2, 32), 16, None))
@@ -60,14 +48,33 @@ def make_cases(device: torch.device, tiny: bool) -> Iterator[Named]:
     yield at(
         "extend 2048 on 30720", extend, [(30720, 2048)], LLAMA_8B, 64, 0.50, small=([(20, 12)], (4, 2, 32), 16, None)
     )
+    yield at(
+        "latent decode 64 x 8192, 16 heads",
+        latent,
+        [8192] * 64,
+        16,
+        (512, 64),
+        64,
+        0.65,
+        small=([20, 70], 4, (32, 16), 16, None),
+    )
+    yield at(
+        "latent decode 8 x 4096, 128 heads",
+        latent,
+        [4096] * 8,
+        128,
+        (512, 64),
+        64,
+        0.35,
+        small=([300], 8, (32, 16), 16, None),
+    )
+    yield at("edit 64 x 152064, 2000 seen", edit, 64, 152064, 2000, small=(2, 90, 9))
     yield at("sample 64 x 152064, top-p", sample, 64, 152064, 0.9, small=(2, 90, 0.9))
     yield at("sample 64 x 152064, greedy", sample, 64, 152064, None, small=(2, 90, None))
     yield at("gated delta 256 x 32 x 128x128", gated_delta, 256, 32, 128, small=(2, 2, 16))
     yield at("mamba2 256 x 128 x 64x128", mamba2, 256, 128, 64, 128, small=(2, 2, 16, 16))
-
-
-def randn(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape, device=device).to(dtype)
+    yield at("conv decode 256 x 8192", conv_decode, 256, 8192, 4, small=(3, 40, 4))
+    yield at("conv prefill 8 x 1024 x 8192", conv_prefill, 8, 1024, 8192, 4, small=(2, 40, 40, 4))
 
 
 def norm(name: str, device: torch.device, rows: int, size: int) -> Case:
@@ -121,26 +128,6 @@ def gate(name: str, device: torch.device, rows: int, size: int) -> Case:
     return Case(name, run, error, 2 * 3 * rows * size, target=0.85, num_sets=2)
 
 
-def write(name: str, device: torch.device, tokens: int, heads: int, dim: int, page_size: int) -> Case:
-    from devices.cuda.kernels.kv_cache import write_kv
-
-    num_pages = tokens // page_size + 2
-    k, v = (randn(device, tokens, heads, dim) for _ in "kv")
-    pools = [
-        [torch.zeros(num_pages, heads, page_size, dim, dtype=k.dtype, device=device) for _ in "kv"] for _ in range(4)
-    ]
-    slots = (torch.randperm(tokens, device=device) + page_size).int()
-
-    def run(i: int) -> None:
-        write_kv(k, v, *pools[i], slots)
-
-    def error() -> float:
-        page, offset = slots.long() // page_size, slots.long() % page_size
-        return relative_error(pools[0][0][page, :, offset], k) + relative_error(pools[0][1][page, :, offset], v)
-
-    return Case(name, run, error, tokens * heads * dim * 2 * 4 + 4 * tokens, target=0.75, tolerance=0.0)
-
-
 @dataclass
 class Paged:
     """Requests of given lengths on shuffled pages, `num_sets` times."""
@@ -181,14 +168,6 @@ class Paged:
             scores = q[:, head].float() @ k[:, head // group].float().T * q.shape[2] ** -0.5
             out[:, head] = scores.masked_fill_(hidden, float("-inf")).softmax(-1) @ v[:, head // group].float()
         return out
-
-
-def int32(device: torch.device, values: object) -> torch.Tensor:
-    return torch.tensor(np.asarray(values), dtype=torch.int32, device=device)
-
-
-def num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def decode(
@@ -236,13 +215,14 @@ def extend(
     target: float | None,
 ) -> Case:
     from devices.cuda.attention import TritonAttention
+    from devices.cuda.configurations import architecture
     from devices.cuda.kernels.extend import extend_attention, plan_tiles
 
     num_heads, num_kv_heads, dim = heads
     lengths, new = [past + n for past, n in requests], [n for _, n in requests]
     paged = Paged.of(device, lengths, sum(new), heads, page_size, 2)
     out = torch.empty_like(paged.q)
-    tile_queries = TritonAttention.tile_queries(heads, page_size, paged.q)
+    tile_queries = TritonAttention.tile_queries(heads, page_size, architecture(out), out.element_size())
     tiles = plan_tiles(*(np.array(x, dtype=np.int32) for x in (new, lengths, range(len(new)))), tile_queries)
     request, first = (int32(device, column) for column in tiles)
     starts, seq_lens = int32(device, np.cumsum([0, *new])), int32(device, lengths)
@@ -262,80 +242,44 @@ def extend(
     return Case(name, run, error, num_bytes, flops, target, num_sets=2)
 
 
-def sample(name: str, device: torch.device, rows: int, vocab_size: int, top_p: float | None) -> Case:
-    from report import share_wrong
+def latent(
+    name: str,
+    device: torch.device,
+    lengths: list[int],
+    num_heads: int,
+    parts: tuple[int, int],
+    page_size: int,
+    target: float | None,
+) -> Case:
+    """`parts`: numbers of a token's latent and of its rotary part."""
+    from devices.cuda.arguments import LatentShape
+    from devices.cuda.configurations import architecture, balanced_splits, latent_tiles
+    from devices.cuda.kernels.latent import decode_latent_attention
 
-    from devices.cuda.kernels.sample import sample as choose
-    from engine.sampling import sampler
-    from engine.step import SamplingColumns
-
-    logits = [randn(device, rows, vocab_size, dtype=torch.float32) * 2 for _ in range(4)]
-    columns = SamplingColumns(
-        temperature=np.full(rows, 0.0 if top_p is None else 0.7, dtype=np.float32),
-        top_k=np.full(rows, -1, dtype=np.int32),
-        top_p=np.full(rows, top_p or 1.0, dtype=np.float32),
-        min_p=np.zeros(rows, dtype=np.float32),
-        seed=np.arange(rows, dtype=np.uint64),
-        position=np.arange(rows, dtype=np.int64),
-    )
-    uniform = sampler.uniforms(columns.seed, columns.position)
-    on_device = [
-        torch.from_numpy(x).to(device)
-        for x in (columns.temperature, columns.top_k, columns.top_p, columns.min_p, uniform)
-    ]
-    last: list[torch.Tensor] = []
-
-    def run(i: int) -> None:
-        last[:] = [choose(logits[i], *on_device)[0]]
-
-    def error() -> float:
-        return share_wrong(last[0].tolist(), sampler.sample(logits[0].cpu(), columns).token_ids.tolist())
-
-    # Sums round differently on the two: one row in fifty may be drawn on the border of two tokens.
-    return Case(name, run, error, 4 * rows * vocab_size, target=0.6 if top_p is None else None, tolerance=0.02)
-
-
-def gated_delta(name: str, device: torch.device, rows: int, heads: int, dim: int) -> Case:
-    from devices.cuda.kernels.state import gated_delta_decode as kernel
-    from devices.torch_forms.state import gated_delta_decode as torch_form
-
-    q, k, v = (randn(device, rows, heads, dim) for _ in "qkv")
-    decay, beta = -randn(device, rows, heads, dtype=torch.float32).abs(), torch.rand(rows, heads, device=device)
-    states = [randn(device, rows, heads, dim, dim, dtype=torch.float32) for _ in range(2)]
-    slots, kept = int32(device, range(rows)), states[0].clone()
-    last: list[torch.Tensor] = []
+    rows, dim, scale = len(lengths), sum(parts), (parts[0] // 4 + parts[1]) ** -0.5
+    counts = [-(-n // page_size) for n in lengths]
+    table = torch.zeros(rows, max(counts), dtype=torch.int32, device=device)
+    for row, part in enumerate((torch.randperm(sum(counts), device=device).int() + 1).split(counts)):
+        table[row, : len(part)] = part
+    pools = [randn(device, sum(counts) + 1, 1, page_size, dim) for _ in range(2)]
+    q = randn(device, rows, num_heads, dim)
+    out = torch.empty(rows, num_heads, parts[0], dtype=q.dtype, device=device)
+    columns = int32(device, range(rows)), int32(device, range(rows + 1)), int32(device, lengths)
+    tiles = latent_tiles(architecture(q), LatentShape(num_heads, *parts, page_size), q.element_size())
+    num_programs = -(-num_heads // tiles.block_m)
+    num_splits = balanced_splits(
+        np.array(lengths, dtype=np.int32), num_programs, num_sms(device), tiles.ctas_per_sm
+    )  # fmt: skip
 
     def run(i: int) -> None:
-        last[:] = [kernel(q, k, v, decay, beta, states[i], slots, dim**-0.5)]
+        decode_latent_attention(q, pools[i], out, table, *columns, max_queries=1, scale=scale, num_splits=num_splits)
 
     def error() -> float:
-        states[0].copy_(kept)
         run(0)
-        want = torch_form(q, k, v, decay, beta, kept.clone(), slots, dim**-0.5)
-        return relative_error(last[0], want)
+        known = pools[0][table[-1].long()].flatten(0, 2)[: lengths[-1]].float()
+        weights = (q[-1].float() @ known.T * scale).softmax(-1)
+        return relative_error(out[-1], weights @ known[:, : parts[0]])
 
-    num_bytes = 2 * rows * heads * dim * dim * 4 + 2 * rows * heads * (4 * dim + 2)
-    return Case(name, run, error, num_bytes, 6 * rows * heads * dim * dim, 0.80, num_sets=2)
-
-
-def mamba2(name: str, device: torch.device, rows: int, heads: int, dim: int, size: int) -> Case:
-    from devices.cuda.kernels.state import mamba2_decode as kernel
-    from devices.torch_forms.state import mamba2_decode as torch_form
-
-    x, dt = randn(device, rows, heads, dim), randn(device, rows, heads)
-    a, d, bias = (randn(device, heads, dtype=torch.float32) for _ in "adb")
-    b, c = (randn(device, rows, 1, size) for _ in "bc")
-    states = [randn(device, rows, heads, dim, size, dtype=torch.float32) for _ in range(2)]
-    slots, kept = int32(device, range(rows)), states[0].clone()
-    last: list[torch.Tensor] = []
-
-    def run(i: int) -> None:
-        last[:] = [kernel(x, dt, -a.abs(), b, c, d, bias, states[i], slots)]
-
-    def error() -> float:
-        states[0].copy_(kept)
-        run(0)
-        return relative_error(last[0], torch_form(x, dt, -a.abs(), b, c, d, bias, kept.clone(), slots))
-
-    num_bytes = 2 * rows * heads * dim * size * 4 + 4 * rows * heads * dim * 2
-    return Case(name, run, error, num_bytes, 5 * rows * heads * dim * size, 0.80, num_sets=2)
+    num_bytes = sum(lengths) * dim * 2 + 2 * (q.numel() + out.numel())
+    num_bytes += 2 * rows * num_heads * num_splits * (parts[0] + 1) * 4
+    return Case(name, run, error, num_bytes, 2 * sum(lengths) * num_heads * (dim + parts[0]), target, num_sets=2)

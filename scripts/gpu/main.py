@@ -59,7 +59,9 @@ class Check:
                 case.run(0)
                 error = case.error()
                 seconds = None if self.is_dry else graph_seconds(case.run, case.num_sets)
-                row = Row(name, error, case.tolerance, case.num_bytes, case.flops, seconds, case.target)
+                row = Row(
+                    name, error, case.tolerance, case.num_bytes, case.flops, seconds, case.target, most_s=case.most_s
+                )
                 del case
             except Exception as failure:  # the others are still worth knowing
                 row = Row(name, float("nan"), 0.0, failure=f"{type(failure).__name__}: {str(failure)[:200]}")

@@ -14,9 +14,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from devices.base import Device, Draws, Sampler
+from devices.base import Device
 from devices.registry import try_open
-from engine.sampling.sampler import sample, uniforms
+from devices.sampling import Draws, Sampler
+from engine.sampling.choice import chooser
+from engine.sampling.sampler import Sampled, sample, uniforms
 from engine.step import SamplingColumns
 
 pytestmark = pytest.mark.devices("npu-sim")
@@ -81,8 +83,22 @@ def sampler(device: Device) -> Sampler:
     return device.sampler
 
 
+def by_engine(device: Device, logits: torch.Tensor, asked: SamplingColumns) -> Sampled:
+    """As the engine has a step's tokens chosen."""
+    choice = chooser(asked, None, None, device.sampler, logits.shape[-1])
+    device.send()
+    return choice(logits.to(device.torch_device))
+
+
+def by_sampler(device: Device, logits: torch.Tensor, asked: Draws) -> tuple[torch.Tensor, torch.Tensor]:
+    assert device.sampler is not None
+    choice = device.sampler.prepare(asked)
+    device.send()
+    return choice(logits.to(device.torch_device))
+
+
 def choose(device: Device, logits: torch.Tensor, asked: SamplingColumns) -> list[int]:
-    chosen = sample(logits.to(device.torch_device), asked, device.sampler)
+    chosen = by_engine(device, logits, asked)
     assert chosen.is_finite.cpu().all()
     assert chosen.on_host == {}
     return chosen.token_ids.cpu().tolist()
@@ -96,12 +112,12 @@ def test_greedy_tokens_and_draws_from_all_tokens_are_those_of_the_host(device: D
 
 
 @pytest.mark.parametrize("ask", WHOLE + CUT, ids=str)
-def test_draws_follow_the_distribution(device: Device, sampler: Sampler, ask: Ask) -> None:
+def test_draws_follow_the_distribution(device: Device, ask: Ask) -> None:
     """Numbers spread evenly over [0, 1) give each token its share, to one in the number of draws."""
     n, row = 400, random_logits(1, 90, 1.5, seed=3)
     rows = row.expand(n, 90)
     uniform = (np.arange(n) + 0.5) / n
-    tokens, _ = sampler.sample(rows.to(device.torch_device), draws([ask] * n, uniform))
+    tokens, _ = by_sampler(device, rows, draws([ask] * n, uniform))
     got = np.bincount(tokens.cpu().numpy(), minlength=90) / n
     assert np.abs(got - shares(row[0].double().numpy(), ask)).max() <= 1.0 / n + 1e-6
 
@@ -142,7 +158,7 @@ def test_a_row_that_is_not_numbers_is_flagged_and_the_others_are_unaffected(devi
     for damaged in range(4):
         bad = logits.clone()
         bad[damaged, 17 if number > 0 or np.isnan(number) else slice(None)] = number
-        chosen = sample(bad.to(device.torch_device), asked, device.sampler)
+        chosen = by_engine(device, bad, asked)
         assert chosen.is_finite.cpu().tolist() == [row != damaged for row in range(4)]
         tokens = chosen.token_ids.cpu().tolist()
         assert 0 <= tokens[damaged] < 50
@@ -151,24 +167,22 @@ def test_a_row_that_is_not_numbers_is_flagged_and_the_others_are_unaffected(devi
         ]
 
 
-def test_a_masked_token_is_never_chosen(device: Device, sampler: Sampler) -> None:
+def test_a_masked_token_is_never_chosen(device: Device) -> None:
     asks = WHOLE + CUT
     logits = random_logits(len(asks), 40)
     logits[:, ::2] = -torch.inf
     for uniform in (0.0, 0.5, 1.0 - 2.0**-53):
-        tokens, is_finite = sampler.sample(
-            logits.to(device.torch_device), draws(asks, np.full(len(asks), uniform, dtype=np.float64))
-        )
+        tokens, is_finite = by_sampler(device, logits, draws(asks, np.full(len(asks), uniform, dtype=np.float64)))
         assert is_finite.cpu().all()
         assert (tokens.cpu() % 2 == 1).all()
 
 
-def test_a_large_vocabulary_is_drawn_from_without_drift(device: Device, sampler: Sampler) -> None:
+def test_a_large_vocabulary_is_drawn_from_without_drift(device: Device) -> None:
     """The share of mass up to the token that is drawn is the number it was drawn with, to float32's exactness."""
     vocab_size, n = 151_000, 16
     logits = random_logits(1, vocab_size, 0.5, seed=9)
     uniform = (np.arange(n) + 0.5) / n
-    tokens, _ = sampler.sample(logits.expand(n, -1).to(device.torch_device), draws([Ask()] * n, uniform))
+    tokens, _ = by_sampler(device, logits.expand(n, -1), draws([Ask()] * n, uniform))
     until = np.exp(logits[0].double().numpy()).cumsum()
     chosen = tokens.cpu().numpy()
     assert (until[chosen] / until[-1] > uniform - 2e-6).all()
@@ -188,18 +202,18 @@ def test_a_top_k_beyond_the_sampler_is_drawn_on_the_host_and_counted(device: Dev
     most = sampler.max_top_k
     asks = [Ask(), Ask(top_k=most + 1), Ask(top_k=most), Ask(temperature=0.0, top_k=most + 1), Ask(top_k=10**6)]
     logits, asked = random_logits(len(asks), 2 * most, 1.0), columns(asks)
-    chosen = sample(logits.to(device.torch_device), asked, device.sampler)
+    chosen = by_engine(device, logits, asked)
     want = sample(logits.clone(), asked).token_ids.tolist()
     assert chosen.on_host == {"top_k": 1}
     tokens = chosen.token_ids.cpu().tolist()
     assert [tokens[row] for row in (0, 1, 3)] == [want[row] for row in (0, 1, 3)]
     kept = torch.topk(logits[2], most).indices.tolist()
     assert tokens[2] in kept
-    alone = sample(logits[1:2].to(device.torch_device), asked.of(np.array([1])), device.sampler)
+    alone = by_engine(device, logits[1:2], asked.of(np.array([1])))
     assert alone.token_ids.cpu().tolist() == [want[1]]
 
 
-def test_nothing_waits_for_the_device(device: Device, sampler: Sampler, device_name: str) -> None:
+def test_nothing_waits_for_the_device(device: Device, device_name: str) -> None:
     if device_name != "npu-sim":
         pytest.skip("only the emulator counts waits")
     from devices.npu.emulator import counting
@@ -208,6 +222,6 @@ def test_nothing_waits_for_the_device(device: Device, sampler: Sampler, device_n
     logits = random_logits(len(asks), 300).to(device.torch_device)
     asked = columns(asks)
     with counting() as counted:
-        sampler.sample(logits, draws(asks, uniforms(asked.seed, asked.position)))
+        by_sampler(device, logits, draws(asks, uniforms(asked.seed, asked.position)))
     assert counted.counts.syncs == Counter()
     assert counted.counts.operators["npu::npu_top_k_top_p"] == 2, "with a top-k, and with a top-p alone"

@@ -77,6 +77,7 @@ DECODE, EXTEND, LATENT, CACHE, TABLES, SHARED = (
 # ruff: noqa: E501
 EDGES = "test_decode.py edges"
 NORM, ROPE, GATE, SAMPLE, STATE, DEVICE = "norm.py", "rope.py", "gate.py", "sample.py", "state.py", "../attention.py"
+EDIT, UPLOAD = "edit.py", "../upload.py"
 MUTANTS = (
     Mutant("decode: the last key is lost", DECODE, "is_key = start + key < high", "is_key = start + key < high - 1", EDGES),
     Mutant("decode: keys behind the end are read", DECODE, "is_key = start + key < high", "is_key = start + key >= 0", EDGES),
@@ -132,11 +133,25 @@ MUTANTS = (
     Mutant("gate: tanh instead of erf", GATE, 'elif ACTIVATION == "gelu":', 'elif ACTIVATION == "none":', "test_layer_kernels.py gates"),
     Mutant("sample: one token fewer of the best", SAMPLE, "stage == 0, top_k - 1,", "stage == 0, top_k - 2,", "test_sample_kernel.py same_logits"),
     Mutant("sample: top-p of all instead of what top-k left", SAMPLE, "mass = kept * tl.where(is_draw, uniform, top_p)", "mass = tl.where(is_draw, kept * uniform, total * top_p)", "test_sample_kernel.py same_logits"),
-    Mutant("sample: min-p is forgotten best first", SAMPLE, "tl.minimum(kept, probable)", "tl.minimum(kept, total)", "test_sample_kernel.py same_logits"),
+    Mutant("sample: min-p is forgotten best first", SAMPLE, "tl.minimum(kept, probable)", "tl.minimum(kept, total)", "test_sample_kernel.py distribution"),
     Mutant("sample: equal tokens from the last on", SAMPLE, "- 1 == equal_before)", "== equal_before)", "test_sample_kernel.py equal"),
     Mutant("sample: sums lose what stands before a digit", SAMPLE, "mass_before += tl.sum(tl.where(digits < digit, sums, 0.0), 0)", "mass_before += 0.0", "test_sample_kernel.py same_logits"),
     Mutant("sample: a copy keeps the places and not the ids", SAMPLE, "tl.where(is_copy, copied, place)", "tl.where(is_copy, place, place)", "test_sample_kernel.py same_logits"),
     Mutant("sample: NaN is a number", SAMPLE, "(tl.sum(num_nan, 0) == 0) &", "(tl.sum(num_nan, 0) >= 0) &", "test_sample_kernel.py finite"),
+    Mutant("edit: a positive logit is multiplied by the repetition", EDIT, "tl.math.div_rn(logit, repetition)", "logit * repetition", "test_edit_kernel.py same_bits"),
+    Mutant("edit: presence counts for a token of the prompt", EDIT, "tl.where(count > 0, presence, 0.0)", "presence", "test_edit_kernel.py same_bits"),
+    Mutant("edit: frequency is subtracted once", EDIT, "frequency * count.to(tl.float32)", "frequency", "test_edit_kernel.py same_bits"),
+    Mutant("edit: the last token of a row's is lost", EDIT, "tl.load(seen_starts + row + 1)", "tl.load(seen_starts + row + 1) - 1", "test_edit_kernel.py same_bits"),
+    Mutant("edit: a row takes the biases of the next", EDIT, "tl.load(bias_starts + row), tl.load(bias_starts + row + 1)", "tl.load(bias_starts + row + 1), tl.load(bias_starts + row + 1)", "test_edit_kernel.py same_bits"),
+    Mutant("edit: a span changes tokens before it", EDIT, "is_own = (token >= low) & (token < high)\n            logit = tl.load(target + token, mask=is_own, other=0.0)\n            logit = tl.where", "is_own = token < high\n            logit = tl.load(target + token, mask=is_own, other=0.0)\n            logit = tl.where", "test_edit_kernel.py"),
+    Mutant("edit: the grammar's bits in the other order", EDIT, "word >> (token & 31)", "word >> (31 - (token & 31))", "test_edit_kernel.py same_bits"),
+    Mutant("edit: a forbidden NaN is -inf", EDIT, 'is_number = logit < float("inf")', 'is_number = logit != float("inf")', "test_edit_kernel.py bad"),
+    Mutant("edit: a forbidden +inf is -inf", EDIT, 'is_number = logit < float("inf")', "is_number = logit == logit", "test_edit_kernel.py bad"),
+    Mutant("edit: a row without a grammar takes the first one's", EDIT, "(token < high) & (mask_row >= 0)", "token < high", "test_edit_kernel.py same_bits"),
+    Mutant("upload: a buffer is written while it is copied", UPLOAD, "        buffer.wait()\n", "", "test_upload.py"),
+    Mutant("upload: arrays are not aligned", UPLOAD, "end + -end % ALIGNMENT", "end", "test_upload.py"),
+    Mutant("upload: a tensor of the step before is written over", UPLOAD, "        self._on_device = torch.empty(len(self._host)", "        if len(self._on_device) != len(self._host): self._on_device = torch.empty(len(self._host)", "test_upload.py"),
+    Mutant("upload: what follows happens before the copy", UPLOAD, "        self._afterwards.append(act)", "        act()", "test_upload.py"),
     Mutant("state: the convolution's window does not move", STATE, "if step > 0:\n            tl.store(before + (step - 1)", "if step > 9:\n            tl.store(before + (step - 1)", "test_state_kernels.py token_through"),
     Mutant("state: a new row goes on from a former owner's state", STATE, "(at < start) & has_state, other=0.0)", "(at < start), other=0.0)", "test_state_kernels.py prompts"),
     Mutant("state: the decay comes after the error", STATE, "matrix = tl.load(at) * tl.exp(tl.load(decay + place).to(tl.float32))", "matrix = tl.load(at)", "test_state_kernels.py delta"),

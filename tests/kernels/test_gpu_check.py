@@ -45,6 +45,15 @@ def test_the_table_has_a_kernels_share_of_its_floor_and_whether_it_meets_its_tar
     assert lines[4].split()[-2:] == ["-", "right"]
 
 
+def test_a_launch_that_moves_little_has_a_time_to_stay_under() -> None:
+    rows = (Row(str(us), 0.0, 0.0, num_bytes=8.0, seconds=us * 1e-6, most_s=12e-6) for us in (11, 13))
+    lines = [
+        line.split() for line in a_report(*rows, Row("bad", 1.0, 0.0, seconds=1e-6, most_s=12e-6)).table().splitlines()
+    ]
+    assert [line[-3:] for line in lines[2:4]] == [["12", "us", "meets"], ["12", "us", "misses"]]
+    assert "WRONG" in lines[4]
+
+
 @pytest.mark.parametrize(
     "row",
     [Row("wrong", 0.2, 1e-2, seconds=1e-6), Row("nan", float("nan"), 1e-2), Row("x", 0.0, 0.0, failure="OutOfMemory")],
@@ -93,9 +102,9 @@ def test_without_a_gpu_it_says_so_in_one_line_and_exits_with_2() -> None:
 
 def test_a_dry_run_checks_kernels_without_timing_them(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    done = gpu_check("--dry-run", "--only", "decode 64", "--json", str(tmp_path / "out.json"))
+    done = gpu_check("--dry-run", "--only", "64 x", "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stdout + done.stderr
-    [row] = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert row["is_right"] is True
-    assert row["seconds"] is None
-    assert 0 < row["error"] < row["tolerance"]
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert {row["name"].split(" 64 x")[0] for row in rows} == {"decode", "latent decode", "edit", "sample"}
+    assert all(row["is_right"] and row["seconds"] is None for row in rows)
+    assert 0 < rows[0]["error"] < rows[0]["tolerance"]

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampling.logits import edited, joined, masked, score
+from devices.sampling import AllowedTokens, LogitEdits
+from devices.torch_forms.logits import edited, masked
+from engine.sampling.logits import joined, score
 from engine.sampling.sampler import sample
-from engine.step import AllowedTokens, LogitEdits, SamplingColumns
+from engine.step import SamplingColumns
 
 VOCAB = 50
 

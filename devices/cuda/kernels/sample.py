@@ -19,13 +19,15 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 512
+BLOCK = 1024
 """Tokens that a program looks at together."""
 
 CAPACITY = 16384
 """Most tokens of a row that are copied together; a row that may keep more is searched where it lies, more slowly."""
 
-NUM_WARPS = 4
+NUM_WARPS = 8
+MAX_REGISTERS = 128
+"""Of a thread: two programs fit on a multiprocessor. Left to itself, ptxas spills a few to make room for a third."""
 
 
 @triton.jit
@@ -272,6 +274,7 @@ def sample(
         sample_kernel[(rows,)](
             logits, logits.stride(0), temperature, top_k, top_p, min_p, uniform, tokens, is_finite, values, ids,
             vocab_size, BLOCK=min(BLOCK, triton.next_power_of_2(vocab_size)), CAPACITY=capacity, num_warps=NUM_WARPS,
+            maxnreg=MAX_REGISTERS,
         )  # fmt: skip
     return tokens.long(), is_finite.bool()
 

@@ -41,20 +41,16 @@ def test_a_mixed_step_of_prefill_chunk_verify_and_decode(
     assert torch.isnan(requests.layer.k[PADDING_PAGE]).all()
 
 
-def test_one_copy_brings_a_plan_to_the_device(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: list[int] = []
-    upload = device._uploader.upload
-
-    def counted(columns: Any, into: torch.Tensor | None = None) -> Any:
-        copies.append(len(columns))
-        return upload(columns, into)
-
-    monkeypatch.setattr(device._uploader, "upload", counted)
-    requests = Requests(device, 16, [9, 9])
-    requests.step({0: 8, 1: 8})
-    assert copies == [4]
-    requests.step({0: 1, 1: 1})
-    assert copies == [4, 4]
+def test_one_copy_brings_a_plan_to_the_device(device: CudaDevice) -> None:
+    """Tiles of queries are in it once the dtype of the queries was seen."""
+    requests = Requests(device, 16, [30, 30])
+    requests.step({0: 10, 1: 12})
+    copies = device._uploader.num_copies
+    for news in ({0: 10, 1: 9}, {0: 1, 1: 9}, {0: 1}):
+        requests.step(news)
+        copies += 1
+        assert device._uploader.num_copies == copies
+    assert requests.largest_error() < 1e-5
 
 
 def test_a_page_is_copied_in_every_layer_and_no_other_is_touched(device: CudaDevice) -> None:
@@ -64,6 +60,7 @@ def test_a_page_is_copied_in_every_layer_and_no_other_is_touched(device: CudaDev
         layer.v.normal_()
     before = [(layer.k.clone(), layer.v.clone()) for layer in layers]
     device.copy_page(layers, 3, 1)
+    device.send()
     for layer, (k, v) in zip(layers, before, strict=True):
         assert torch.equal(layer.k, k[[0, 3, 2, 3]])
         assert torch.equal(layer.v, v[[0, 3, 2, 3]])
@@ -90,7 +87,7 @@ def test_a_padded_graph_step_equals_the_eager_one_with_a_poisoned_padding_page(d
     plan = frozen._plan
     assert plan is not None
     assert plan.num_splits > 1, "sized for rows as long as the tables are wide"
-    addresses = [column.data_ptr() for column in (*plan.uploaded.columns, plan.tables)]
+    addresses = [column.data_ptr() for column in (*plan.columns, plan.tables)]
     q, k, v = (torch.randn(4, heads, HEAD_DIM, generator=draw) for heads in (4, 2, 2))
     rows = np.array([[5, 2, 0], [7, 1, 4], [3, 0, 0]], dtype=np.int32)
     for lengths in ([20, 40, 7], [21, 41, 8]):
@@ -99,7 +96,7 @@ def test_a_padded_graph_step_equals_the_eager_one_with_a_poisoned_padding_page(d
         padded = np.concatenate([rows, np.zeros((1, 3), dtype=np.int32)])
         frozen.plan(decode_step(padded, [*lengths, 1], page_size))
         assert frozen._plan is not None
-        assert [c.data_ptr() for c in (*frozen._plan.uploaded.columns, frozen._plan.tables)] == addresses
+        assert [c.data_ptr() for c in (*frozen._plan.columns, frozen._plan.tables)] == addresses
         kept = layer.k[1:].clone()
         got = frozen.forward(q, k, v, layer)
         torch.testing.assert_close(got[:3], want, atol=1e-6, rtol=1e-5)

@@ -6,6 +6,7 @@ GPU does in a microsecond. Bounds and races are not watched here; the tests of t
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ from interpreted_gpu import install
 from tiny_models import save_tiny_llama, save_tiny_model
 
 from engine import LLM, SamplingParams
+from engine.errors import ConfigError
+from engine.runner import ModelRunner
+from engine.step import StepInput
 
+ROOT = Path(__file__).resolve().parents[3]
 HEAD_DIM = 16
 PROMPTS = [list(range(3, 24)), [*list(range(3, 20)), 9, 8, 7], [40, 4, 9]]
 SHORT = replace(GREEDY, max_new_tokens=3)
@@ -86,6 +91,57 @@ def test_windows_change_no_token(windowed_path: Path) -> None:
     llm = make_llm(windowed_path, device="cuda", page_size=16, chunked_prefill_size=64, **EAGER)
     assert outputs(run(llm, PROMPTS, SHORT)) == plain_outputs(windowed_path)
     assert_idle(llm)
+
+
+def test_every_step_takes_one_copy_from_the_host(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill, a captured decode with references to unseen tokens, penalties, biases, logprobs, one with nothing."""
+    llm = make_llm(model_path, device="cuda", page_size=16, cuda_graph_max_bs=2, dtype="bfloat16")
+    runner = llm.core.runner
+    assert isinstance(runner, ModelRunner)
+    uploader, launch, from_numpy = runner._device._uploader, runner.launch, torch.from_numpy  # type: ignore[attr-defined]
+    copies: list[int] = []
+
+    def of_the_tests(array: Any) -> torch.Tensor:
+        """Nothing of the engine's or the device's goes to the GPU on a way of its own."""
+        caller = Path(sys._getframe(1).f_code.co_filename).relative_to(ROOT)
+        assert caller.parts[0] == "tests", caller
+        return from_numpy(array)
+
+    def counted(step: StepInput) -> None:
+        before = uploader.num_copies
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "from_numpy", of_the_tests)
+            launch(step)
+        copies.append(uploader.num_copies - before)
+
+    monkeypatch.setattr(runner, "launch", counted)
+    plain = SamplingParams(seed=4, max_new_tokens=3, ignore_eos=True, top_k=9)
+    asking = SamplingParams(
+        seed=3, max_new_tokens=2, ignore_eos=True, frequency_penalty=0.5, logit_bias={7: 2.0}, return_logprob=True,
+        logprob_start_len=1, top_logprobs_num=1, token_ids_logprob=(5, 6),
+    )  # fmt: skip
+    run(llm, PROMPTS[1:], [plain, asking])
+    assert len(copies) >= 3
+    assert copies == [1] * len(copies)
+    assert llm.stats()["graph_steps_replayed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "arguments", "words"),
+    [
+        (16, {"page_size": 24}, ("page_size=24", "'cuda'", "16, 32, 64, 128", "--page-size 16")),
+        (24, {}, ("'cuda' cannot run LlamaForCausalLM", "multiples of 16 up to 256, not 24", "--kernels torch")),
+        (16, {"max_total_tokens": 63}, ("less than one page of 64", "--max-total-tokens", "--page-size")),
+    ],
+    ids=["page", "head", "memory"],
+)
+def test_a_start_that_cannot_be_names_the_limit_and_the_way_out(
+    tmp_path: Path, head_dim: int, arguments: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    save_tiny_llama(tmp_path, head_dim=head_dim, num_hidden_layers=1)
+    with pytest.raises(ConfigError) as refused:
+        LLM(str(tmp_path), device="cuda", **{"page_size": 64, **arguments})
+    assert all(word in str(refused.value) for word in words), refused.value
 
 
 def logits_of(llm: LLM, prompt: list[int]) -> torch.Tensor:

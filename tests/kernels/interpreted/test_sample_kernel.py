@@ -78,14 +78,15 @@ def test_the_same_logits_and_seed_give_the_same_token_as_on_the_cpu(
     assert choose(logits, asked, capacity=capacity) == (want.token_ids.tolist(), [True] * len(MIXED))
 
 
-def test_choices_follow_the_distribution_of_what_the_cuts_leave() -> None:
+@pytest.mark.parametrize(("min_p", "num_kept"), [(0.0, 5), (0.2, 2)])
+def test_choices_follow_the_distribution_of_what_the_cuts_leave(min_p: float, num_kept: int) -> None:
     """Numbers spread evenly over [0, 1) give each kept token its share, to one in the number of draws."""
     row = random_logits(1, 12, 1.0, seed=3)
     n = 24
     uniform = (torch.arange(n, dtype=torch.float64) + 0.5) / n
-    of = torch.full((n,), 1.0)
-    tokens, _ = sample(row.expand(n, 12).contiguous(), of, torch.full((n,), 5, dtype=torch.int32), of, 0 * of, uniform)
-    best = torch.topk(row[0].double(), 5)
+    of, top_k = torch.full((n,), 1.0), torch.full((n,), 5, dtype=torch.int32)
+    tokens, _ = sample(row.expand(n, 12).contiguous(), of, top_k, of, min_p * of, uniform)
+    best = torch.topk(row[0].double(), num_kept)
     share = torch.softmax(best.values, 0)
     counts = torch.bincount(tokens, minlength=12)[best.indices]
     assert int(counts.sum()) == n
