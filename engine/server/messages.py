@@ -1,7 +1,7 @@
 """What the API process and the engine process say to each other: msgpack, one union each way.
 
 Prompts and answers are token ids; text is the API process's business. Every request gets exactly one `Accepted` or
-`Refused`, then `Tokens` until one of each of its answers carries `finish`; those of a step come together, as `Progress`.
+`Refused`, then `Tokens` until one of each of its answers carries `finish`; those of a step come in one `Progress`.
 Every call gets one `Reply` or `Refused`.
 """
 

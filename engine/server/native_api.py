@@ -168,7 +168,7 @@ def _session_params(given: dict[str, Any]) -> SessionParams:
 
 async def _events(
     serving: Serving, generation: Generation, body: GenerateRequest, started: float
-) -> AsyncIterator[str]:
+) -> AsyncIterator[bytes]:
     """Each event holds the whole answer so far, as SGLang's do."""
     answers: dict[int, Whole] = {}
     try:

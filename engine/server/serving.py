@@ -159,6 +159,10 @@ async def wholes(generations: Sequence[Generation]) -> list[list[Whole]]:
 
 async def side_by_side(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece]]:
     """The pieces of several requests as they come, each with its request's index. Leaving early aborts them all."""
+    if len(generations) == 1:
+        async for only in generations[0]:
+            yield 0, only
+        return
     queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
 
     async def read(index: int) -> None:
