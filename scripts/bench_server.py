@@ -1,6 +1,6 @@
 """Measures the server; prints numbers; status 1 when a good client was wronged or the books are not right.
 
-    python scripts/bench_server.py load [--model M] [--clients 256] [--warm-up 2] [--rounds 10] [--json FILE]
+    python scripts/bench_server.py load [--model M] [--clients 256] [--warm-up 5] [--rounds 10] [--json FILE]
     python scripts/bench_server.py idle [--model M] [--seconds 20]
     python scripts/bench_server.py overhead [--model M] [--batch 32] [--rounds 7] [--json FILE]
 
@@ -38,6 +38,7 @@ GARBAGE = (b"{", b"\xff\xfe", b'{"prompt": 3}', b'{"prompt": "x", "n": -1}', b"[
 PATHS = ("/v1/completions", "/generate", "/v1/chat/completions", "/v1/responses")
 LAG = "rung:event_loop_lag_seconds"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+SMALL_POOL = ("--max-total-tokens", "16384")
 Result = dict[str, Any]
 
 
@@ -217,10 +218,10 @@ def _books_are_right(info: Result) -> bool:
 
 
 def load(args: argparse.Namespace) -> tuple[list[Result], bool]:
-    """Rounds of clients; the summary is of those after the warm-up."""
+    """Rounds of clients; the summary is of those after the warm-up, in which the pool of KV, a small one, fills."""
     results: list[Result] = []
     dice, counts, control_s = random.Random(args.seed), dict[float, float](), list[float]()
-    with Served(args.model, *args.flags) as server:
+    with Served(args.model, *SMALL_POOL, *args.flags) as server:
         api = server.processes()["api"]
         for number in range(1 - args.warm_up, args.rounds + 1):
             before, cpu_s = server.lag(), _cpu_s(api)
@@ -228,13 +229,14 @@ def load(args: argparse.Namespace) -> tuple[list[Result], bool]:
                 one = asyncio.run(_round(server.url, args.clients, args.output_len, dice))
             cpu_s, after = _cpu_s(api) - cpu_s, server.lag()
             more = {bound: after[bound] - before[bound] for bound in after}
-            books = _books_are_right(_idle_info(server))
+            info = _idle_info(server)
+            books, cached_pages = _books_are_right(info), info["stats"]["tree_evictable_pages"]
             errors = one.pop("errors")
             for error in errors[:5]:
                 print(error)
             what = f"round {number}" if number > 0 else "warm-up"
             one |= {"num_errors": len(errors), "books": books, "api_cpu_s": cpu_s, **_lags(more, control.lags_s)}
-            results.append({"what": what, **one, **server.resident_mb()})
+            results.append({"what": what, **one, "cached_pages": cached_pages, **server.resident_mb()})
             print(_line(results[-1]), flush=True)
             if number > 0:
                 counts = {bound: counts.get(bound, 0.0) + count for bound, count in more.items()}
@@ -292,9 +294,8 @@ def overhead(args: argparse.Namespace) -> tuple[list[Result], bool]:
 
     params = SamplingParams(temperature=0.0, max_new_tokens=args.output_len, ignore_eos=True)
     rng = np.random.default_rng(args.seed)
-    size = ("--max-total-tokens", "16384")
     pairs = []
-    with Served(args.model, *size, *args.flags) as server:
+    with Served(args.model, *SMALL_POOL, *args.flags) as server:
         llm = LLM(args.model, max_total_tokens=16384)
         for number in range(args.rounds + 1):
             shape = (args.batch, args.input_len)
@@ -328,14 +329,15 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--clients", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    args, args.flags = parser.parse_known_args()
+    args, flags = parser.parse_known_args()
+    args.flags = flags
     measure = {"load": load, "idle": idle, "overhead": overhead}[args.what]
     results, is_right = measure(args)
     if args.what == "overhead":

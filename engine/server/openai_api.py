@@ -80,7 +80,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     check_model(serving, body.model)
     body.check_supported()
     plan = plan_chat(serving, body)
-    ids = serving.tokenizer.encode(plan.text, add_special_tokens=False)
+    ids = await serving.encode(plan.text, add_special_tokens=False)
     room = max(1, serving.context_len - len(ids))
     others: dict[str, Any] = {"grammar": plan.grammar}
     if body.logprobs:
@@ -167,7 +167,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     serving = serving_of(request)
     check_model(serving, body.model)
     body.check_supported()
-    prompts = [serving.token_ids("prompt", prompt) for prompt in body.prompts()]
+    prompts = [await serving.token_ids("prompt", prompt) for prompt in body.prompts()]
     generations: list[Generation] = []
     max_tokens = OPENAI_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     others: dict[str, Any] = {"grammar": body.grammar()}
