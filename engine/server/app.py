@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from engine.assembly import load_tokenizer
 from engine.config import EngineConfig, ServerArgs
 from engine.errors import ConfigError
-from engine.server import control_api, native_api, openai_api, page_api, refusals, responses_api
+from engine.server import control_api, garbage, native_api, openai_api, page_api, refusals, responses_api
 from engine.server.bounded_http import MAX_HEADER_BYTES, BoundedHttp
 from engine.server.engine_client import EngineClient
 from engine.server.gate import Gate
@@ -29,6 +29,9 @@ from engine.server.serving import Serving
 logger = logging.getLogger("rung")
 STATUS_ENGINE_DIED = 3
 KEEP_ALIVE_S = 10
+ACCEPTS_A_TURN = 32
+"""Connections that are taken in one turn of the event loop."""
+MAX_WAITING_CONNECTIONS = 2048
 
 
 def create_app(serving: Serving) -> FastAPI:
@@ -48,6 +51,12 @@ def create_app(serving: Serving) -> FastAPI:
 
 class DrainingServer(uvicorn.Server):
     """Ends by SIGTERM or SIGINT with status 0 when the requests in flight are done; a second signal does not wait."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """`Config.backlog` is also what asyncio takes at once; here the kernel's queue becomes longer than that."""
+        await super().startup(sockets=sockets)
+        for listener in sockets or ():
+            listener.listen(MAX_WAITING_CONNECTIONS)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -112,8 +121,10 @@ async def _serve(config: EngineConfig, args: ServerArgs, listener: socket.socket
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(args.drain_timeout_s),
                 server_header=False,
+                backlog=ACCEPTS_A_TURN,
             )
         )
+        garbage.settle()
         host, port = listener.getsockname()[:2]
         logger.info("serving %s on http://%s:%d", serving.model_name, host, port)
         watches = [_stop_with_engine(client, server), serving.metrics.watch_event_loop()]

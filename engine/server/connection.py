@@ -20,7 +20,7 @@ class Droppable(Protocol):
 class EventStream(StreamingResponse):
     """Server-sent events about some requests, which end with it, also when the client goes before the first event."""
 
-    def __init__(self, events: AsyncIterator[str], generations: Sequence[Droppable]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], generations: Sequence[Droppable]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
         self._generations = generations
 

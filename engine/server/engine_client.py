@@ -29,6 +29,7 @@ from engine.server.messages import (
     Beat,
     Call,
     Failed,
+    Progress,
     Ready,
     Refused,
     Reply,
@@ -42,6 +43,8 @@ from engine.server.messages import (
 
 DEATH_POLL_S = 0.1
 STOP_LIMIT_S = 10.0
+ANSWERS_A_TURN = 16
+"""How many answers go on in one turn of the event loop: a step's tokens for hundreds of them would hold it too long."""
 
 
 class EngineDied(RungError):
@@ -212,8 +215,15 @@ class EngineClient:
         self._outgoing.send(encoded, flags=zmq.DONTWAIT)
 
     async def _receive(self) -> None:
+        num_given = 0
         while True:
-            self._take(decode_from_engine(await self._incoming.recv()))
+            message = decode_from_engine(await self._incoming.recv())
+            news = message.answers if isinstance(message, Progress) else [message]
+            for one in news:
+                self._take(one)
+                num_given += 1
+                if num_given % ANSWERS_A_TURN == 0:
+                    await asyncio.sleep(0)
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Tokens | Accepted):

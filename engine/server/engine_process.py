@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from multiprocessing import parent_process
 from typing import Any
@@ -27,6 +27,7 @@ from engine.config import EngineConfig
 from engine.errors import BadRequest, RungError, SessionRefused, session_rules
 from engine.request import Request
 from engine.sampling.params import SamplingParams
+from engine.server import garbage
 from engine.server.commands import Commands
 from engine.server.messages import (
     Abort,
@@ -35,6 +36,7 @@ from engine.server.messages import (
     Call,
     Failed,
     FromEngine,
+    Progress,
     Ready,
     Refused,
     Reply,
@@ -70,6 +72,7 @@ def run_engine(config: EngineConfig, inbox: str, outbox: str, log_level: int) ->
     try:
         engine = EngineLoop(assemble(config), incoming, outgoing)
         engine.warm_up()
+        garbage.settle()
     except RungError as error:
         outgoing.send(encode(Failed(str(error), is_config=True)))
     except Exception:
@@ -146,8 +149,7 @@ class EngineLoop:
         self._step_since = time.monotonic()
         changed = self.core.step()
         self._step_since = 0.0
-        for request in changed:
-            self.send_progress(request)
+        self._send_progress(changed)
         self._stats = self.stats()
 
     def stats(self) -> dict[str, int]:
@@ -278,14 +280,16 @@ class EngineLoop:
 
     def send_ends(self) -> None:
         """Send the end of requests that ended between two steps."""
-        for sent in [sent for sent in self._open.values() if sent.request.finish is not None]:
-            self.send_progress(sent.request)
+        self._send_progress([sent.request for sent in self._open.values() if sent.request.finish is not None])
 
-    def send_progress(self, request: Request) -> None:
-        """Send what is new of a request; its last message closes it."""
-        sent = self._open.get(request.id)
-        if sent is None:
-            return
+    def _send_progress(self, requests: Iterable[Request]) -> None:
+        """Send what is new of them, in one message."""
+        answers = [self._news_of(request, self._open[request.id]) for request in requests if request.id in self._open]
+        if answers:
+            self._send(Progress(answers))
+
+    def _news_of(self, request: Request, sent: _Sent) -> Tokens:
+        """What was not sent yet of a request; one that has finished is closed by it."""
         ids, scores, finish = request.output_ids, request.scores, request.finish
         new_logprobs = []
         if scores is not None and request.params.return_logprob:
@@ -304,4 +308,4 @@ class EngineLoop:
                 ttft_s=max(0.0, timings.first_token_s - timings.arrival_s),
             )
         sent.num_tokens, sent.num_logprobs = len(ids), sent.num_logprobs + len(new_logprobs)
-        self._send(message)
+        return message

@@ -1,7 +1,8 @@
 """What the API process and the engine process say to each other: msgpack, one union each way.
 
 Prompts and answers are token ids; text is the API process's business. Every request gets exactly one `Accepted` or
-`Refused`, then `Tokens` until one of each of its answers carries `finish`. Every call gets one `Reply` or `Refused`.
+`Refused`, then `Tokens` until one of each of its answers carries `finish`; those of a step come in one `Progress`.
+Every call gets one `Reply` or `Refused`.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     kind: str = ""
 
 
-class Tokens(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+class Tokens(msgspec.Struct, frozen=True, omit_defaults=True):
     """What is new of one answer.
 
     Attributes:
@@ -93,6 +94,12 @@ class Tokens(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     lost_to_alignment: int = 0
     queue_s: float = 0.0
     ttft_s: float = 0.0
+
+
+class Progress(msgspec.Struct, tag=True, frozen=True):
+    """What one step has brought to all answers that moved."""
+
+    answers: list[Tokens]
 
 
 class Reply(msgspec.Struct, tag=True, frozen=True):
@@ -127,7 +134,7 @@ class Beat(msgspec.Struct, tag=True, frozen=True):
     stats: dict[str, int]
 
 
-FromEngine = Accepted | Refused | Tokens | Reply | Ready | Failed | Beat
+FromEngine = Accepted | Refused | Progress | Reply | Ready | Failed | Beat
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -147,14 +147,14 @@ async def _start(
 async def _token_ids(serving: Serving, owner: str, prompt: Any, where: SessionParams | None) -> list[int]:
     """A prompt as ids. What continues something gets no BOS of its own."""
     if where is None:
-        return serving.token_ids("text" if isinstance(prompt, str) else "input_ids", prompt)
+        return await serving.token_ids("text" if isinstance(prompt, str) else "input_ids", prompt)
     continues = where.rid is not None
     if not continues:
         name = serving.session_name(owner, where.id)
         continues = bool(await serving.client.call("history_length", session_id=name))
     if isinstance(prompt, str):
-        return serving.tokenizer.encode(prompt, add_special_tokens=not continues)
-    ids = serving.token_ids("input_ids", prompt) if prompt else []
+        return await serving.encode(prompt, add_special_tokens=not continues)
+    ids = await serving.token_ids("input_ids", prompt) if prompt else []
     return ids[1:] if continues and ids[:1] == [serving.tokenizer.bos_token_id] else ids
 
 
@@ -168,7 +168,7 @@ def _session_params(given: dict[str, Any]) -> SessionParams:
 
 async def _events(
     serving: Serving, generation: Generation, body: GenerateRequest, started: float
-) -> AsyncIterator[str]:
+) -> AsyncIterator[bytes]:
     """Each event holds the whole answer so far, as SGLang's do."""
     answers: dict[int, Whole] = {}
     try:
@@ -236,7 +236,7 @@ class TokenizeRequest(BaseModel):
 @router.post("/tokenize")
 async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
     serving = serving_of(request)
-    ids = serving.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+    ids = await serving.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     return {"tokens": ids, "count": len(ids), "max_model_len": serving.context_len}
 
 
@@ -248,7 +248,7 @@ class DetokenizeRequest(BaseModel):
 @router.post("/detokenize")
 async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, str]:
     serving = serving_of(request)
-    ids = serving.token_ids("tokens", body.tokens)
+    ids = await serving.token_ids("tokens", body.tokens)
     return {"text": serving.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens)}
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -21,7 +21,7 @@ from engine.server.refusals import sse_error
 from engine.server.serving import Generation, Prompt, Serving, Usage, Whole, side_by_side, wholes
 
 router = APIRouter(prefix="/v1")
-DONE = "data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0
 """JSON has no -inf."""
 
@@ -37,8 +37,9 @@ def owner_of(request: Request) -> str:
     return owner
 
 
-def sse(data: Any) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+def sse(data: Any) -> bytes:
+    """One event of a stream."""
+    return b"data: %b\n\n" % msgspec.json.encode(data)
 
 
 @router.get("/models")
@@ -79,7 +80,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     check_model(serving, body.model)
     body.check_supported()
     plan = plan_chat(serving, body)
-    ids = serving.tokenizer.encode(plan.text, add_special_tokens=False)
+    ids = await serving.encode(plan.text, add_special_tokens=False)
     room = max(1, serving.context_len - len(ids))
     others: dict[str, Any] = {"grammar": plan.grammar}
     if body.logprobs:
@@ -109,7 +110,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
 
 async def _chat_events(
     serving: Serving, generation: Generation, body: ChatRequest, plan: ChatPlan
-) -> AsyncIterator[str]:
+) -> AsyncIterator[bytes]:
     """Chunks as they come; the first of each choice names the role, the last says why it ended."""
     head = _head("chatcmpl", "chat.completion.chunk", serving)
     with_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -118,7 +119,7 @@ async def _chat_events(
 
     writers = [DeltaWriter(plan) for _ in range(body.n)]
 
-    def chunk(choice: int, delta: dict[str, Any], logprobs: Any = None, finish: Finish | None = None) -> str:
+    def chunk(choice: int, delta: dict[str, Any], logprobs: Any = None, finish: Finish | None = None) -> bytes:
         has_calls = writers[choice].num_calls > 0
         reason = finish_name(finish, has_calls=has_calls) if finish is not None else None
         one = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
@@ -166,7 +167,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     serving = serving_of(request)
     check_model(serving, body.model)
     body.check_supported()
-    prompts = [serving.token_ids("prompt", prompt) for prompt in body.prompts()]
+    prompts = [await serving.token_ids("prompt", prompt) for prompt in body.prompts()]
     generations: list[Generation] = []
     max_tokens = OPENAI_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     others: dict[str, Any] = {"grammar": body.grammar()}
@@ -215,7 +216,7 @@ def _without_output(answer: Whole) -> Whole:
 
 async def _completion_events(
     serving: Serving, generations: Sequence[Generation], prompts: Sequence[list[int]], body: CompletionRequest
-) -> AsyncIterator[str]:
+) -> AsyncIterator[bytes]:
     head = _head("cmpl", "text_completion", serving)
     with_usage = body.stream_options is not None and body.stream_options.include_usage
     usage_field = {"usage": None} if with_usage else {}

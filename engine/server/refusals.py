@@ -50,9 +50,9 @@ def as_error(error: Exception) -> tuple[int, dict[str, Any]]:
     return 500, error_body(500, "internal error; the server's log has the reason", code="internal_error")
 
 
-def sse_error(error: Exception) -> str:
+def sse_error(error: Exception) -> bytes:
     """The same as the last event of a stream that has begun."""
-    return f"data: {json.dumps(as_error(error)[1])}\n\n"
+    return f"data: {json.dumps(as_error(error)[1])}\n\n".encode()
 
 
 class AsciiJson(JSONResponse):

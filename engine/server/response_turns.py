@@ -101,7 +101,7 @@ async def start_turn(
         BadRequest, EngineDied: nothing was queued, and no session is left behind.
     """
     history = previous.history() if previous is not None else np.empty(0, dtype=np.int32)
-    ids = _tokens(serving, previous, history, plan)
+    ids = await _tokens(serving, previous, history, plan)
     keep = _shared(history, ids)
     for line in _lines(serving, store, previous, ids, prompt, keeps):
         where = replace(prompt, ids=ids.tolist())
@@ -122,11 +122,11 @@ async def start_turn(
     raise AssertionError("a prompt without a session cannot be refused by one")
 
 
-def _tokens(serving: Serving, previous: StoredResponse | None, history: IntArray, plan: ChatPlan) -> IntArray:
+async def _tokens(serving: Serving, previous: StoredResponse | None, history: IntArray, plan: ChatPlan) -> IntArray:
     """The whole prompt, int32 [n]: the history's own tokens where its text is what the template writes again."""
     if previous is None or not previous.is_spelled(plan.text):
-        return np.array(serving.tokenizer.encode(plan.text, add_special_tokens=False), dtype=np.int32)
-    rest = serving.tokenizer.encode(plan.text[previous.text_len :], add_special_tokens=False)
+        return np.array(await serving.encode(plan.text, add_special_tokens=False), dtype=np.int32)
+    rest = await serving.encode(plan.text[previous.text_len :], add_special_tokens=False)
     return np.concatenate([history, np.array(rest, dtype=np.int32)])
 
 

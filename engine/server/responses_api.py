@@ -126,7 +126,7 @@ class _Job:
         async for _ in self.events():
             pass
 
-    async def stream(self) -> AsyncIterator[str]:
+    async def stream(self) -> AsyncIterator[bytes]:
         try:
             async for event in self.events():
                 yield _sse(event)
@@ -135,8 +135,8 @@ class _Job:
             yield _sse(self._writer.error(said["code"], said["message"], said["param"]))
 
 
-def _sse(event: Event) -> str:
-    return f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
+def _sse(event: Event) -> bytes:
+    return f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
 
 
 def _previous(store: ResponseStore, owner: str, response_id: str | None) -> StoredResponse | None:

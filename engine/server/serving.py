@@ -27,6 +27,9 @@ from engine.text.stream import TextStream
 from engine.text.tokenizer import Tokenizer
 from session.branching import SessionParams
 
+LONG_TEXT_CHARS = 16_000
+"""Longer ones are tokenised beside the event loop; this many take about 10 ms."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
@@ -159,6 +162,10 @@ async def wholes(generations: Sequence[Generation]) -> list[list[Whole]]:
 
 async def side_by_side(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Piece]]:
     """The pieces of several requests as they come, each with its request's index. Leaving early aborts them all."""
+    if len(generations) == 1:
+        async for only in generations[0]:
+            yield 0, only
+        return
     queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
 
     async def read(index: int) -> None:
@@ -242,10 +249,17 @@ class Serving:
         """What keeps an owner's prefixes apart from those of others; `wanted`: the request's own salt."""
         return f"{owner}:{wanted or ''}" if owner and not self.args.share_prefix_across_keys else wanted
 
-    def token_ids(self, field_name: str, prompt: Any) -> list[int]:
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text, a long one in a thread. Raises BadRequest."""
+        if len(text) <= LONG_TEXT_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        encode = self.tokenizer.encode
+        return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens, without_gil=True)
+
+    async def token_ids(self, field_name: str, prompt: Any) -> list[int]:
         """A text or a list of ids as ids. Raises BadRequest: neither."""
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
+            return await self.encode(prompt)
         vocab_size: int = self.client.info["vocab_size"]
         if not isinstance(prompt, list) or not prompt:
             raise BadRequest(field_name, prompt, "must be a text or a list of token ids, not empty")

@@ -113,16 +113,22 @@ class Tokenizer:
         ends.update(self.special_ids.intersection(after_reply[:1]))
         return frozenset(ends)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, without_gil: bool = False) -> list[int]:
         """Ids of a raw prompt; special tokens written out in it are recognised.
 
         Args:
             text: any valid Unicode.
             add_special_tokens: let the tokenizer add what it adds to a raw prompt (BOS).
+            without_gil: for a thread beside others of Python; the library holds the GIL over a single text otherwise.
         Raises:
             BadRequest: of field "prompt": not a string, or one with lone surrogates.
         """
-        ids: list[int] = self._backend.encode(require_text("prompt", text), add_special_tokens=add_special_tokens).ids
+        require_text("prompt", text)
+        if without_gil:
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        else:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         if ids[:2] == [self.bos_token_id] * 2 and not self._warned_of_doubled_bos:
             self._warned_of_doubled_bos = True
             logger.warning(

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import signal
+import socket
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -136,3 +140,20 @@ def test_many_clients_of_which_some_hang_up_and_some_send_garbage(server):
     stats = server.get("/server_info")["stats"]
     assert stats["free_pages"] + stats["tree_evictable_pages"] == stats["num_pages"]
     assert stats["free_rows"] == stats["num_rows"]
+
+
+def test_a_burst_of_connections_waits_for_a_busy_server(own_server):
+    """More than it takes in one turn of its event loop arrive while it stands still."""
+    running = own_server()
+    host, port = running.url.removeprefix("http://").split(":")
+    with ExitStack() as opened:
+        os.kill(running.process.pid, signal.SIGSTOP)
+        try:
+            peers = [opened.enter_context(socket.create_connection((host, int(port)), timeout=5.0)) for _ in range(200)]
+            for peer in peers:
+                peer.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        finally:
+            os.kill(running.process.pid, signal.SIGCONT)
+        for peer in peers:
+            peer.settimeout(30.0)
+            assert peer.recv(4096).startswith(b"HTTP/1.1 200 ")

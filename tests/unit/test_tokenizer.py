@@ -48,6 +48,15 @@ def _pieces(tokenizer: Tokenizer, text: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_without_the_gil_the_ids_are_the_same(kind: Kind) -> None:
+    tokenizer = tiny_tokenizer(kind)
+    for text in ("", "the thing 123, 你好 <|im_end|>", " 🎉\n" * 50):
+        for adds in (True, False):
+            expected = tokenizer.encode(text, add_special_tokens=adds)
+            assert tokenizer.encode(text, add_special_tokens=adds, without_gil=True) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_directory_gives_the_tokenizer_that_was_saved(kind: Kind, tmp_path: Path) -> None:
     save_tiny_tokenizer(tmp_path, kind)
     loaded, expected = Tokenizer.from_directory(tmp_path), tiny_tokenizer(kind)
