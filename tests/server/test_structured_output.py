@@ -55,6 +55,29 @@ def test_regex_and_ebnf_fields(server):
             assert re.fullmatch(pattern, choice["text"] if "text" in choice else choice["message"]["content"])
 
 
+TAG = {"type": "tag", "begin": "<n>", "content": {"type": "regex", "pattern": "[0-9]{3}"}, "end": "</n>"}
+STRUCTURAL = {"type": "structural_tag", "format": TAG}
+
+
+def test_structural_tags(server, client):
+    asked = {"model": "default", "max_tokens": 40, "temperature": 1.0}
+    answer = client.chat.completions.create(messages=SAID, **asked, response_format=STRUCTURAL).choices[0]
+    assert re.fullmatch("<n>[0-9]{3}</n>", answer.message.content)
+    [choice] = server.post("/v1/completions", {**asked, "prompt": "x", "response_format": STRUCTURAL})["choices"]
+    assert re.fullmatch("<n>[0-9]{3}</n>", choice["text"])
+    for form in (STRUCTURAL, json.dumps(STRUCTURAL)):
+        sampling = {"max_new_tokens": 40, "structural_tag": form}
+        assert re.fullmatch(
+            "<n>[0-9]{3}</n>", server.post("/generate", {"text": "x", "sampling_params": sampling})["text"]
+        )
+    answered = server.post("/v1/responses", {"input": "x", "text": {"format": STRUCTURAL}})["output"]
+    assert re.fullmatch("<n>[0-9]{3}</n>", answered[0]["content"][0]["text"])
+    wrong = {"type": "structural_tag", "structures": [], "triggers": []}
+    assert (
+        server.post("/v1/responses", {"input": "x", "text": {"format": wrong}}, 400)["error"]["param"] == "text.format"
+    )
+
+
 def test_native_sampling_parameters(server):
     for form in ({"json_schema": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}):
         answer = server.post("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 200, **form}})
@@ -78,7 +101,10 @@ BAD = [
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/x"}}}}, "Cannot find"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}}, "must be an object"),
     ({"response_format": {"type": "json_schema"}}, "name and schema"),
-    ({"response_format": {"type": "structural_tag"}}, "must be text"),
+    ({"response_format": {"type": "yaml"}}, "must be text"),
+    ({"response_format": {"type": "structural_tag"}}, "with format"),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "token", "token": "x"}}}, "cannot be used"),
+    ({"response_format": {"type": "structural_tag", "structures": [], "triggers": ["<a"]}}, "cannot be used"),
     ({"regex": "(?=a)b"}, "Lookahead"),
     ({"regex": "a", "ebnf": 'root ::= "a"'}, "one of"),
     ({"ebnf": "nothing"}, "cannot be used"),
