@@ -79,7 +79,7 @@ def test_sigterm_drains_what_is_in_flight(own_server):
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     assert '"length"' in rest[-2]
-    assert server.process.wait(10) == 0
+    assert server.process.wait(30) == 0
     assert not is_alive(engine)
 
 
