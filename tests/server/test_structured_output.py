@@ -127,6 +127,21 @@ def test_bad_schemas_beside_a_running_answer(server, client):
     server.wait_until_idle()
 
 
+def test_large_numbers_many_branches_and_recursion(server):
+    """B098: schemas that have brought servers down are kept here."""
+    node = {"type": "object", "properties": {"a": {"$ref": "#/$defs/node"}, "v": {"enum": [1]}}, "required": ["v"]}
+    branches = [f"w{index}" for index in range(5000)]
+    for schema, is_kept in (
+        ({"type": "integer", "maximum": 20_000_000_000}, lambda value: isinstance(value, int)),
+        ({"enum": branches}, lambda value: value in branches),
+        ({"$ref": "#/$defs/node", "$defs": {"node": node}}, lambda value: value["v"] == 1),
+    ):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        body = {"messages": SAID, "max_tokens": 300, "seed": 1, "response_format": form}
+        [choice] = server.post("/v1/chat/completions", body)["choices"]
+        assert choice["finish_reason"] == "length" or is_kept(json.loads(choice["message"]["content"]))
+
+
 def refused(server, change: dict[str, Any]) -> dict[str, Any]:
     error: dict[str, Any] = server.post("/v1/chat/completions", {"messages": SAID, **change}, 400)["error"]
     return error

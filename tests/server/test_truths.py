@@ -70,13 +70,15 @@ def test_a_beat_says_how_long_the_step_has_taken(monkeypatch):
     monkeypatch.setattr(core, "step", step)
     parts: Any = SimpleNamespace(core=core)
     loop = engine_process.EngineLoop(parts, wire, wire)
-    steps = threading.Thread(target=loop._step)
-    beat = threading.Thread(target=loop._beat)
+    steps, beat = (threading.Thread(target=target, daemon=True) for target in (loop._step, loop._beat))
 
     def see(condition: Any) -> None:
         seen = len(beats)
-        while not any(condition(one.step_age_s) for one in beats[seen:]):
+        for _ in range(2000):
+            if any(condition(one.step_age_s) for one in beats[seen:]):
+                return
             time.sleep(0.01)
+        raise AssertionError("no beat says so")
 
     beat.start()
     see(lambda age: age == 0.0)
