@@ -152,6 +152,29 @@ async def test_b106_b115_choices_and_usage_of_a_stream(path, body, n, asked):
 
 
 @served
+async def test_b115_choices_of_several_prompts_have_numbers_of_their_own():
+    async with inside() as server:
+        body = {**COMPLETION, "prompt": [[5, 6], [7, 8], [9]], "n": 2}
+        whole = await server.post("/v1/completions", body)
+        texts = {choice["index"]: choice["text"] for choice in whole["choices"]}
+        assert [*texts] == list(range(6))
+        assert texts[0] == texts[1] != texts[2] == texts[3] != texts[4] == texts[5]
+        found = dict.fromkeys(range(6), "")
+        for event in await chunks(server, "/v1/completions", body):
+            for choice in event["choices"]:
+                found[choice["index"]] += choice["text"]
+        assert found == texts
+
+
+@served
+async def test_b104_an_error_may_name_what_cannot_be_written():
+    async with inside(core=core_for_text()) as server:
+        body = b'{"text": "x", "sampling_params": {"\\ud800": 1}}'
+        answer = await server.http.post("/generate", content=body, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "sampling_params.\ud800")
+
+
+@served
 async def test_b114_a_name_may_come_again_when_its_request_has_ended():
     async with inside() as server:
         for name in ("a\nb", "漢", "x" * 256, " "):

@@ -132,6 +132,7 @@ async def test_counters_are_the_sums_of_what_clients_were_told():
         await server.post("/open_session", {"session_id": "s"})
         bodies = [say([5] * 11), say([5] * 11), *(say([7] * 7, session_params={"id": "s"}) for _ in range(2))]
         metas = [(await server.post("/generate", body))["meta_info"] for body in bodies]
+        assert [meta["cached_tokens"] for meta in metas[:3]] == [0, 8, 0], "whole pages of what was said before"
         await server.ask("GET", "/health_generate")
         found = await server.metrics()
         for name, told in (
