@@ -167,6 +167,20 @@ async def test_b115_choices_of_several_prompts_have_numbers_of_their_own():
 
 
 @served
+async def test_b115_each_of_n_answers_has_a_text_of_its_own():
+    """A stop string is found in each, although their tokens come in turns."""
+    async with inside() as server:
+        body = say([5, 6])
+        body["sampling_params"] = {**body["sampling_params"], "max_new_tokens": 12}
+        text = (await server.post("/generate", body))["text"]
+        for stop in (text[3:6], text[4:6]):
+            body["sampling_params"] |= {"n": 3, "stop": [stop]}
+            answers = await server.post("/generate", body)
+            assert [answer["text"] for answer in answers] == [text[: text.index(stop)]] * 3
+            assert {answer["meta_info"]["finish_reason"]["matched"] for answer in answers} == {stop}
+
+
+@served
 async def test_b104_an_error_may_name_what_cannot_be_written():
     async with inside(core=core_for_text()) as server:
         body = b'{"text": "x", "sampling_params": {"\\ud800": 1}}'
