@@ -18,6 +18,7 @@ import numpy as np
 
 from devices.pages import IntArray
 from engine.errors import BadRequest
+from engine.sampling.grammar_worker import MAX_WHITESPACE
 from engine.text.template import require_text
 
 if TYPE_CHECKING:
@@ -55,33 +56,60 @@ class Grammar:
         if num_bytes > MAX_GRAMMAR_BYTES:
             raise BadRequest(self.kind, self.text, f"has {num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are allowed")
         if self.kind in ("json_schema", "structural_tag"):
-            _check_schema(self.text)
+            _check_json(self.kind, self.text)
         elif not self.text and self.kind != "json_object":
             raise BadRequest(self.kind, self.text, "is empty")
 
     @classmethod
     def of_schema(cls, schema: Any) -> Grammar:
         """Of a JSON schema as text, object or boolean. Raises BadRequest."""
-        try:
-            return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
-        except RecursionError:
-            raise BadRequest("json_schema", "...", f"is nested deeper than {MAX_SCHEMA_DEPTH} levels") from None
+        return cls("json_schema", schema if isinstance(schema, str) else _json_of("json_schema", schema))
+
+    @classmethod
+    def of_structural_tag(cls, tag: Any) -> Grammar:
+        """Of xgrammar's `{"type": "structural_tag", "format": ...}`, or the older form with `structures` and
+        `triggers`, as text or object. Raises BadRequest."""
+        if isinstance(tag, str):
+            _check_json("structural_tag", tag)
+            tag = json.loads(tag)
+        if not isinstance(tag, dict) or not ("format" in tag or {"structures", "triggers"} <= tag.keys()):
+            raise BadRequest("structural_tag", tag, "must be an object with format, or with structures and triggers")
+        form = tag["format"] if "format" in tag else _triggered(tag["structures"], tag["triggers"])
+        return cls("structural_tag", _json_of("structural_tag", {"type": "structural_tag", "format": form}))
 
 
-def _check_schema(text: str) -> None:
+def _triggered(structures: Any, triggers: Any) -> dict[str, Any]:
+    """Free text in which each trigger begins one of the structures."""
+    tags = []
+    for one in structures if isinstance(structures, list) else (None,):
+        if not isinstance(one, dict) or not {"begin", "schema", "end"} <= one.keys():
+            raise BadRequest("structural_tag.structures", one, "must be a list of objects with begin, schema and end")
+        content = {"type": "json_schema", "json_schema": one["schema"], "max_whitespace_cnt": MAX_WHITESPACE}
+        tags.append({"type": "tag", "begin": one["begin"], "content": content, "end": one["end"]})
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+
+
+def _json_of(kind: str, value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        raise BadRequest(kind, "...", f"is nested deeper than {MAX_SCHEMA_DEPTH} levels") from None
+
+
+def _check_json(kind: str, text: str) -> None:
     try:
         schema = json.loads(text)
     except RecursionError:
-        raise BadRequest("json_schema", text, f"is nested deeper than {MAX_SCHEMA_DEPTH} levels") from None
+        raise BadRequest(kind, text, f"is nested deeper than {MAX_SCHEMA_DEPTH} levels") from None
     except ValueError as error:
-        raise BadRequest("json_schema", text, f"is not JSON: {error}") from None
+        raise BadRequest(kind, text, f"is not JSON: {error}") from None
     if not isinstance(schema, dict | bool):
-        raise BadRequest("json_schema", text, "must be an object (or true)")
+        raise BadRequest(kind, text, "must be an object (or true)")
     level, depth = [schema], 0
     while level:
         depth += 1
         if depth > 2 * MAX_SCHEMA_DEPTH:  # a level of the schema is its object and the object of its properties
-            raise BadRequest("json_schema", text, f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+            raise BadRequest(kind, text, f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
         inside = [list(value.values()) if isinstance(value, dict) else value for value in level]
         level = [child for values in inside if isinstance(values, list) for child in values]
 

@@ -13,9 +13,10 @@ from engine.server.serving import Serving
 from engine.text.reasoning import ReasoningSplitter, begins_inside
 from engine.text.reply import ReplyParser, ReplyPart
 from engine.text.tools.choice import ToolUse, after_thinking, forced_calls, tool_use
-from engine.text.tools.formats import ToolCall, ToolFormat, tool_format
+from engine.text.tools.formats import tool_format
 from engine.text.tools.parser import ToolCallParser
 from engine.text.tools.prompt import chat_prompt
+from engine.text.tools.style import ToolCall, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class ChatPlan:
         splitter = ReasoningSplitter(is_inside=self._is_inside) if self._splits else None
         tools = None
         if self._use is not None and self._style is not None:
-            tools = ToolCallParser(self._style, self._use.names)
+            tools = ToolCallParser(self._style, self._use.schemas)
         return ReplyParser(splitter, tools)
 
 

@@ -29,7 +29,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """Weights are loaded, a step has run, and new requests are welcome: not while it drains or is paused."""
+    """Weights are loaded, a step has run, and new requests are welcome: not while it drains."""
     serving = serving_of(request)
     reason = _why_unhealthy(serving)
     if reason is None and request.app.state.is_draining:
@@ -87,7 +87,8 @@ async def server_info(request: Request, audit: bool = False) -> dict[str, Any]:
     return {**info, "stats": await serving.client.call("stats")}
 
 
-@router.api_route("/get_model_info", methods=["GET", "POST"])
+@router.get("/get_model_info", include_in_schema=False)
+@router.post("/get_model_info")
 @router.get("/model_info")
 async def model_info(request: Request) -> dict[str, Any]:
     info = serving_of(request).client.info
@@ -100,7 +101,8 @@ async def model_info(request: Request) -> dict[str, Any]:
     }
 
 
-@router.api_route("/flush_cache", methods=["GET", "POST"])
+@router.get("/flush_cache", include_in_schema=False)
+@router.post("/flush_cache")
 async def flush_cache(request: Request) -> dict[str, bool]:
     """Empty the prefix cache; refused while requests run."""
     await serving_of(request).client.call("flush_cache")

@@ -26,7 +26,7 @@ from session.branching import SessionParams
 router = APIRouter()
 MAX_BATCH = 256
 _RENAMED = {"sampling_seed": "seed"}
-_GRAMMARS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf")
+_GRAMMARS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf", "structural_tag")
 _KNOWN_SAMPLING = frozenset(f.name for f in fields(SamplingParams) if f.init) - {"grammar"} | {*_RENAMED, *_GRAMMARS}
 
 
@@ -80,8 +80,9 @@ class GenerateRequest(BaseModel):
         texts = [(name, values.pop(name)) for name in _GRAMMARS if name in values]
         if len(texts) > 1:
             raise BadRequest("sampling_params", [name for name, _ in texts], "give one of these")
+        made = {"json_schema": Grammar.of_schema, "structural_tag": Grammar.of_structural_tag}
         for name, text in texts:
-            values["grammar"] = Grammar.of_schema(text) if name == "json_schema" else Grammar(name, text)
+            values["grammar"] = made[name](text) if name in made else Grammar(name, text)
         if self.return_logprob:
             values |= {
                 "return_logprob": True,
@@ -92,7 +93,8 @@ class GenerateRequest(BaseModel):
         return SamplingParams(**values)
 
 
-@router.api_route("/generate", methods=["POST", "PUT"])
+@router.put("/generate", include_in_schema=False)
+@router.post("/generate")
 async def generate(request: Request, body: GenerateRequest) -> Response:
     serving = serving_of(request)
     prompts, is_batch = body.prompts()
@@ -220,11 +222,11 @@ class AbortRequest(BaseModel):
 
 @router.post("/abort_request")
 async def abort_request(request: Request, body: AbortRequest) -> dict[str, bool]:
-    """End a request by its id; an unknown one is no error. `abort_all` is for servers without keys."""
+    """End a request of this key by its id; an unknown one is no error. `abort_all` is for servers without keys."""
     serving = serving_of(request)
     if body.abort_all and serving.args.api_keys:
         raise BadRequest("abort_all", True, "would end other clients' requests; give a rid")
-    serving.client.abort(None if body.abort_all else body.rid)
+    serving.client.abort(None if body.abort_all else serving.request_name(owner_of(request), body.rid))
     return {"success": True}
 
 
@@ -264,7 +266,8 @@ class OpenSession(BaseModel):
     timeout: float | None = None
 
 
-@router.api_route("/open_session", methods=["GET", "POST"])
+@router.get("/open_session", include_in_schema=False)
+@router.post("/open_session")
 async def open_session(request: Request, body: OpenSession) -> str:
     serving, owner = serving_of(request), owner_of(request)
     limit = serving.context_len
@@ -285,7 +288,8 @@ class SessionName(BaseModel):
     abort: bool = False
 
 
-@router.api_route("/close_session", methods=["GET", "POST"])
+@router.get("/close_session", include_in_schema=False)
+@router.post("/close_session")
 async def close_session(request: Request, body: SessionName) -> dict[str, bool]:
     """Close now, or at the end of the turn; `abort` ends the turn."""
     name = serving_of(request).session_name(owner_of(request), body.session_id)

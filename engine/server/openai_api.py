@@ -190,17 +190,8 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     usages = []
     for prompt_index, answers in enumerate(per_prompt):
         for answer in answers:
-            echoed = serving.tokenizer.decode(prompts[prompt_index]) if body.echo else ""
             kept = answer if max_tokens else _without_output(answer)
-            choices.append(
-                {
-                    "index": len(choices),
-                    "text": echoed + kept.text,
-                    "logprobs": _completion_logprobs(serving, kept, body) if body.logprobs is not None else None,
-                    "finish_reason": finish_name(kept.finish),
-                    "matched_stop": kept.finish.matched if kept.finish else None,
-                }
-            )
+            choices.append(_completion_choice(serving, len(choices), prompts[prompt_index], kept, body))
             usages.append((prompt_index, kept.usage))
     head = _head("cmpl", "text_completion", serving)
     return JSONResponse({**head, "choices": choices, "usage": _usage_of_prompts(usages)})
@@ -214,6 +205,18 @@ def _without_output(answer: Whole) -> Whole:
     return Whole(finish=Finish("length"), usage=shown, prompt_logprobs=answer.prompt_logprobs)
 
 
+def _completion_choice(
+    serving: Serving, index: int, ids: list[int], answer: Whole, body: CompletionRequest
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": (serving.tokenizer.decode(ids) if body.echo else "") + answer.text,
+        "logprobs": _completion_logprobs(serving, answer, body) if body.logprobs is not None else None,
+        "finish_reason": finish_name(answer.finish),
+        "matched_stop": answer.finish.matched if answer.finish else None,
+    }
+
+
 async def _completion_events(
     serving: Serving, generations: Sequence[Generation], prompts: Sequence[list[int]], body: CompletionRequest
 ) -> AsyncIterator[bytes]:
@@ -221,21 +224,11 @@ async def _completion_events(
     with_usage = body.stream_options is not None and body.stream_options.include_usage
     usage_field = {"usage": None} if with_usage else {}
     usages: list[tuple[int, Usage | None]] = []
+    is_whole = body.max_tokens == 0 or (body.echo and body.logprobs is not None)
+    choices = (_whole_choices if is_whole else _choices_in_pieces)(serving, generations, prompts, body, usages)
     try:
-        for index, ids in enumerate(prompts if body.echo else ()):
-            for choice in range(body.n):
-                one = {"index": index * body.n + choice, "text": serving.tokenizer.decode(ids)}
-                yield sse({**head, "choices": [{**one, "logprobs": None, "finish_reason": None}], **usage_field})
-        async for index, piece in side_by_side(generations):
-            reason = finish_name(piece.finish) if piece.finish is not None else None
-            logprobs = None
-            if body.logprobs is not None and piece.logprobs:
-                logprobs = _completion_logprobs(serving, Whole(logprobs=piece.logprobs), body, with_prompt=False)
-            if piece.finish is not None:
-                usages.append((index, piece.usage))
-            if piece.text or reason or logprobs:
-                one = {"index": index * body.n + piece.choice, "text": piece.text}
-                yield sse({**head, "choices": [{**one, "logprobs": logprobs, "finish_reason": reason}], **usage_field})
+        async for one in choices:
+            yield sse({**head, "choices": [one], **usage_field})
         if with_usage:
             yield sse({**head, "choices": [], "usage": _usage_of_prompts(usages)})
     except Exception as error:  # the stream has begun: the last event says what went wrong
@@ -243,12 +236,52 @@ async def _completion_events(
     yield DONE
 
 
-def _completion_logprobs(
-    serving: Serving, answer: Whole, body: CompletionRequest, *, with_prompt: bool = True
-) -> dict[str, Any]:
+async def _choices_in_pieces(
+    serving: Serving,
+    generations: Sequence[Generation],
+    prompts: Sequence[list[int]],
+    body: CompletionRequest,
+    usages: list[tuple[int, Usage | None]],
+) -> AsyncIterator[dict[str, Any]]:
+    """What is new of a choice, each with its index; `usages` grows as they end."""
+    for index, ids in enumerate(prompts if body.echo else ()):
+        for choice in range(body.n):
+            one = {"index": index * body.n + choice, "text": serving.tokenizer.decode(ids)}
+            yield {**one, "logprobs": None, "finish_reason": None}
+    async for index, piece in side_by_side(generations):
+        reason = finish_name(piece.finish) if piece.finish is not None else None
+        logprobs = None
+        if body.logprobs is not None and piece.logprobs:
+            logprobs = _completion_logprobs(serving, Whole(logprobs=piece.logprobs), body)
+        if piece.finish is not None:
+            usages.append((index, piece.usage))
+        if piece.text or reason or logprobs:
+            one = {"index": index * body.n + piece.choice, "text": piece.text}
+            yield {**one, "logprobs": logprobs, "finish_reason": reason}
+
+
+async def _whole_choices(
+    serving: Serving,
+    generations: Sequence[Generation],
+    prompts: Sequence[list[int]],
+    body: CompletionRequest,
+    usages: list[tuple[int, Usage | None]],
+) -> AsyncIterator[dict[str, Any]]:
+    """The same where the logprobs of the prompt are wanted, or nothing but the prompt: they are known at the end."""
+    answers = [[Whole() for _ in range(body.n)] for _ in generations]
+    async for index, piece in side_by_side(generations):
+        answer = answers[index][piece.choice]
+        answer.add(piece)
+        if piece.finish is not None:
+            kept = answer if body.max_tokens != 0 else _without_output(answer)
+            usages.append((index, kept.usage))
+            yield _completion_choice(serving, index * body.n + piece.choice, prompts[index], kept, body)
+
+
+def _completion_logprobs(serving: Serving, answer: Whole, body: CompletionRequest) -> dict[str, Any]:
     """Tokens, their logprobs and the best ones beside them; the prompt's first token has none."""
     entries: list[TokenLogprob | None] = list(answer.logprobs)
-    if body.echo and with_prompt:
+    if body.echo:
         entries = [*(answer.prompt_logprobs or []), *entries]
 
     def text(token_id: int) -> str:

@@ -103,8 +103,10 @@ def _grammar_of_format(wanted: dict[str, Any]) -> Grammar | None:
         return None
     if kind == "json_object":
         return Grammar("json_object")
+    if kind == "structural_tag":
+        return Grammar.of_structural_tag(wanted)
     if kind != "json_schema":
-        raise BadRequest("response_format.type", kind, "must be text, json_object or json_schema")
+        raise BadRequest("response_format.type", kind, "must be text, json_object, json_schema or structural_tag")
     inner = wanted.get("json_schema")
     if not isinstance(inner, dict) or "schema" not in inner:
         raise BadRequest("response_format.json_schema", inner, "must be an object with name and schema")

@@ -58,12 +58,17 @@ async def picture(request: Request, mine: str | None = None) -> dict[str, Any]:
     serving = serving_of(request)
     view: dict[str, Any] = await serving.client.call("kv_picture")
     rows, sessions = view["rows"]["shown"], view["sessions"]["shown"]
-    own = {session["owner_id"] for session in sessions if mine is not None and session["request"] == mine}
+    own = {session["owner_id"] for session in sessions if _is_named(session["request"], mine)}
     for one in [*rows, *sessions]:
-        one["is_mine"] = one["owner_id"] in own or (mine is not None and one["request"] == mine)
+        one["is_mine"] = one["owner_id"] in own or _is_named(one["request"], mine)
         if serving.args.api_keys:
             one.update({name: _label(one[name]) for name in ("id", "owner_id", "request") if one.get(name)})
     return {"model": serving.model_name, "device": serving.client.info["description"], **view}
+
+
+def _is_named(request: str | None, mine: str | None) -> bool:
+    """Whether a client calls a request so; where there are keys, whose it is stands in front."""
+    return request is not None and mine is not None and (request == mine or request.endswith(f":{mine}"))
 
 
 def _label(name: str) -> str:

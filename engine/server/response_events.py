@@ -16,7 +16,7 @@ from engine.server.chat_plan import ChatPlan
 from engine.server.openai_api import chat_logprobs
 from engine.server.response_types import Message, ResponseRequest, new_id
 from engine.server.serving import Piece, Serving, Usage
-from engine.text.tools.formats import ToolCall
+from engine.text.tools.style import ToolCall
 
 Event = dict[str, Any]
 

@@ -32,6 +32,7 @@ _FIELDS = {
     "response_format": "text.format",
     "response_format.type": "text.format.type",
     "response_format.json_schema": "text.format",
+    "structural_tag": "text.format",
 }
 """Names of a chat request's fields in a response's."""
 

@@ -106,12 +106,12 @@ class Generation:
     """An accepted request: iterate it once. Leaving early aborts it.
 
     Attributes:
-        id: of the request, for aborts.
+        id: of the request as its client knows it, for aborts.
         prompt_tokens: with the session's history.
     """
 
-    def __init__(self, serving: Serving, prompt: Prompt, answer: Answer) -> None:
-        self.id = answer.id
+    def __init__(self, serving: Serving, prompt: Prompt, name: str, answer: Answer) -> None:
+        self.id = name
         self.prompt_tokens = answer.prompt_tokens
         self._serving = serving
         self._prompt = prompt
@@ -140,7 +140,7 @@ class Generation:
 
     def drop(self) -> None:
         """Nobody reads it any longer; it is aborted if it has not finished."""
-        self._serving.client.forget(self.id, abort=True)
+        self._serving.client.forget(self._answer.id, abort=True)
 
     @property
     def num_choices(self) -> int:
@@ -226,9 +226,11 @@ class Serving:
         """Queue a prompt. Raises BadRequest: nothing was queued; EngineDied."""
         session = prompt.session
         if session is not None:
-            session = replace(session, id=self.session_name(prompt.owner, session.id))
+            rid = None if session.rid is None else self.request_name(prompt.owner, session.rid)
+            session = replace(session, id=self.session_name(prompt.owner, session.id), rid=rid)
+        name = prompt.request_id or f"rung-{uuid.uuid4().hex}"
         message = Start(
-            id=prompt.request_id or f"rung-{uuid.uuid4().hex}",
+            id=self.request_name(prompt.owner, name),
             prompt_ids=np.array(prompt.ids, dtype="<i4").tobytes(),
             params=prompt.params,
             priority=prompt.priority,
@@ -237,7 +239,11 @@ class Serving:
             session=session,
             keep=prompt.keep,
         )
-        return Generation(self, prompt, await self.client.submit(message))
+        return Generation(self, prompt, name, await self.client.submit(message))
+
+    def request_name(self, owner: str, name: str) -> str:
+        """A request's name in the engine: clients with other keys neither meet it nor can end it."""
+        return f"{owner}:{name}" if owner else name
 
     def session_name(self, owner: str, name: Any) -> str:
         """A session's name in the engine: it belongs to the key that opened it. Raises BadRequest: it is no name."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.text.reasoning import ReasoningSplitter
-from engine.text.tools.formats import ToolCall
 from engine.text.tools.parser import ToolCallParser
+from engine.text.tools.style import ToolCall
 
 
 @dataclass(slots=True)

@@ -56,7 +56,10 @@ def params(grammar: Grammar | None, **others: Any) -> SamplingParams:
 
 def check_person(result: GenerationResult) -> None:
     assert result.finish_reason == "stop"
-    person = json.loads(result.text)
+    check_fields(json.loads(result.text))
+
+
+def check_fields(person: Any) -> None:
     assert list(person) == ["name", "age", "kind"]
     assert len(person["name"]) <= 8
     assert 0 <= person["age"] <= 120
@@ -277,13 +280,13 @@ TOOLS = [
 
 
 @pytest.mark.parametrize("template", ["", "```json", "<|python_tag|>"], ids=["hermes", "deepseek", "llama3"])
-@pytest.mark.parametrize("parser", ["hermes", "llama3", "deepseek"])
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "llama3", "deepseek"])
 def test_forced_calls_are_read_back_in_each_format(llm, parser, template):
     style = tool_format(parser, template)
     for choice in ({"type": "function", "function": {"name": "weather"}}, "required"):
         use = tool_use(TOOLS, choice, is_parallel=False)
         grammar = forced_calls(use, style)
-        reader = ToolCallParser(style, use.names)
+        reader = ToolCallParser(style, use.schemas)
         result = llm.generate("x", params(grammar, max_new_tokens=300))
         assert result.finish_reason == "stop"
         first, rest = reader.feed(result.text), reader.finish()
@@ -291,7 +294,55 @@ def test_forced_calls_are_read_back_in_each_format(llm, parser, template):
         [call] = first.calls + rest.calls
         value = json.loads(call.arguments)
         assert call.name == "weather" if choice != "required" else call.name in use.names
-        assert list(value) == (["name", "age", "kind"] if call.name == "weather" else [])
+        if call.name == "weather":
+            check_fields(value)
+        else:
+            assert value == {}
+
+
+CALL = {"begin": "<call>", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}, "end": "</call>"}
+TAG = {"type": "tag", "begin": "<date>", "content": {"type": "regex", "pattern": DATE.text}, "end": "</date>"}
+
+
+def problem_of(llm: LLM, grammar: Grammar, text: str) -> str:
+    """Why the grammar refuses a text; empty when it is a whole one."""
+    state = llm.core.grammars.state(grammar, llm.core.eos_token_ids, 0)
+    for token_id in [*llm.tokenizer.encode(text), *llm.core.eos_token_ids]:
+        state.take(token_id)
+        if state.problem:
+            break
+    return state.problem or ("" if state.is_complete else "goes on")
+
+
+def test_structural_tags_of_both_forms(llm):
+    for form in (
+        {"structures": [CALL], "triggers": ["<call"]},
+        json.dumps({"structures": [CALL], "triggers": ["<ca"]}),
+    ):
+        grammar = Grammar.of_structural_tag(form)
+        for text in ("", "plain <text", 'so <call>{"a": 12}</call> and <call>{}</call>.'):
+            assert problem_of(llm, grammar, text) == ""
+        for text in ('<call>{"a": "x"}</call>', '<call>{"b": 1}</call>', "<call>[]</call>"):
+            assert "forbids" in problem_of(llm, grammar, text)
+    result = llm.generate("x", params(Grammar.of_structural_tag({"type": "structural_tag", "format": TAG})))
+    assert re.fullmatch(f"<date>{DATE.text}</date>", result.text)
+    assert result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("tag", "says"),
+    [
+        (3, "format, or with structures"),
+        ({"structures": []}, "format, or with structures"),
+        ({"structures": [{"begin": "<a>"}], "triggers": ["<a"]}, "begin, schema and end"),
+        ({"structures": 3, "triggers": ["<a"]}, "begin, schema and end"),
+        ("{", "is not JSON"),
+        ({"format": {"type": "regex", "pattern": "a" * MAX_GRAMMAR_BYTES}}, "bytes"),
+    ],
+)
+def test_structural_tags_that_are_none(tag, says):
+    with pytest.raises(BadRequest, match=says):
+        Grammar.of_structural_tag(tag)
 
 
 def test_a_grammar_behind_thinking(llm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -162,6 +163,67 @@ def test_echo_with_logprobs(client, name, server, max_tokens):
     assert (choice.text == prompt) is (max_tokens == 0)
 
 
+def strict(text: str) -> Any:
+    """JSON without Python's own numbers."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def completion_events(server, body: dict[str, Any]) -> list[dict[str, Any]]:
+    with server.http() as client:
+        answer = client.post("/v1/completions", json={**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [strict(line) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("logprobs", [None, 0, 5])
+def test_few_tokens_echo_and_logprobs_streamed_or_not(server, logprobs, n):
+    """B096, B105: the same text and logprobs, finite ones, and each with the place where its token begins."""
+    prompt = [5, 6, 7, 8]
+    decoded = server.post("/detokenize", {"tokens": prompt})["text"]
+    for max_tokens, echo in itertools.product((0, 1, 3), (False, True)):
+        asked = {"max_tokens": max_tokens, "echo": echo, "logprobs": logprobs, "n": n, "top_p": 0.1, "ignore_eos": True}
+        body = {"prompt": prompt, "temperature": 0.0, **asked}
+        whole = server.post("/v1/completions", body)
+        usage = {**whole["usage"], "prompt_tokens_details": None}
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4, n * max_tokens)
+        events = completion_events(server, {**body, "stream_options": {"include_usage": True}})
+        last = events.pop()
+        assert (last["choices"], {**last["usage"], "prompt_tokens_details": None}) == ([], usage)
+        assert all(event["usage"] is None for event in events)
+        for choice in whole["choices"]:
+            mine = [one for event in events for one in event["choices"] if one["index"] == choice["index"]]
+            assert "".join(one["text"] for one in mine) == choice["text"]
+            assert [one["finish_reason"] for one in mine] == [None] * (len(mine) - 1) + ["length"]
+            assert choice["text"].startswith(decoded if echo else "")
+            check_logprobs(choice["logprobs"], mine, max_tokens, 4 if echo else 0, logprobs)
+
+
+def check_logprobs(found, pieces, max_tokens: int, num_echoed: int, logprobs: int | None) -> None:
+    if logprobs is None:
+        assert found is None
+        return
+    count = max_tokens + num_echoed
+    assert [len(found[name]) for name in found] == [count] * 4
+    firsts = [value is None for value in found["token_logprobs"]]
+    assert firsts == [bool(num_echoed) and place == 0 for place in range(count)]
+    streamed = [one["logprobs"] for one in pieces if one["logprobs"]]
+    assert [token for one in streamed for token in one["tokens"]] == found["tokens"]
+    values = [value for one in streamed for value in one["token_logprobs"]]
+    assert values == [value if value is None else pytest.approx(value, abs=1e-4) for value in found["token_logprobs"]]
+    assert [best is None for best in found["top_logprobs"]] == firsts
+    best = [len(one) for one in found["top_logprobs"] if one is not None]
+    assert all(min(1, logprobs) <= one <= logprobs for one in best), "by text, which halves of characters share"
+    lengths = [len(token) for token in found["tokens"]]
+    assert found["text_offset"] == [sum(lengths[:place]) for place in range(count)]
+
+
 BAD_CHAT = [
     ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
@@ -180,6 +242,8 @@ BAD_CHAT = [
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
     ({"chat_template_kwargs": {"tokenize": True}}, "tokenize"),
+    ({"rid": ""}, "rid"),
+    ({"rid": "x" * 257}, "rid"),
 ]
 
 

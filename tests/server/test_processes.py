@@ -8,11 +8,13 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
+from served import Server, serve_command
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = {"text": "x", "sampling_params": {"max_new_tokens": 450, "ignore_eos": True}}
@@ -69,14 +71,15 @@ def test_sigterm_drains_what_is_in_flight(own_server):
     with server.http() as client, client.stream("POST", "/generate", json={**SLOW, "stream": True}) as answer:
         lines = answer.iter_lines()
         next(lines)
-        server.process.send_signal(signal.SIGTERM)
+        for pid in (engine, server.process.pid):  # as one to the whole group comes
+            os.kill(pid, signal.SIGTERM)
         wait_for(lambda: "draining" in server.log.read_text())
         wait_for(lambda: is_refused(server.url), limit_s=1.0)  # the listener closes with the loop's next tick
         assert not answer.is_closed
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     assert '"length"' in rest[-2]
-    assert server.process.wait(10) == 0
+    assert server.process.wait(30) == 0
     assert not is_alive(engine)
 
 
@@ -163,6 +166,34 @@ def test_a_start_that_cannot_be_ends_with_the_reason(tiny_model, arguments, says
     assert ended.returncode == 2
     assert says in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["engine killed", "server told to stop"])
+def test_a_start_that_is_cut_off_ends_both(tiny_model, tmp_path, number):
+    """Nothing answers before it can serve, nothing waits for ever, and nothing is left."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        command = serve_command(tiny_model, "--port", url.rsplit(":", 1)[1])
+        process = subprocess.Popen(command, stderr=file, stdout=file, text=True, cwd=ROOT)
+    server = Server(process, url, log)
+
+    def engine_pid() -> int | None:
+        with suppress(AssertionError, FileNotFoundError):
+            return server.engine_pid()
+        return None
+
+    wait_for(engine_pid, limit_s=60.0)
+    engine = engine_pid()
+    assert engine is not None
+    assert is_refused(url)
+    os.kill(engine if number == signal.SIGKILL else process.pid, number)
+    assert process.wait(30) != 0
+    wait_for(lambda: not is_alive(engine), limit_s=30.0)
+    assert "serving" not in log.read_text()
+    assert number != signal.SIGKILL or "ended with status -9" in log.read_text()
 
 
 def test_flags_from_a_file_and_the_command_line_wins(own_server, tmp_path):

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
@@ -150,6 +151,18 @@ def test_every_point_can_be_continued_by_several_at_once(server, client):
     server.post("/flush_cache", {})  # rows go, histories stay
     assert [again(point)[:2] for point in (0, 1, 2)] == wanted
     server.wait_until_idle()
+
+
+def test_what_is_shared_leaves_a_token_to_compute():
+    from engine.server.response_turns import _shared
+
+    for history, ids, shared in (
+        ([], [1], 0),
+        ([1, 2, 3], [1, 2], 1),
+        ([1, 2], [1, 2, 3], 2),
+        ([1, 9, 3], [1, 2, 3], 1),
+    ):
+        assert _shared(np.array(history, dtype=np.int32), np.array(ids, dtype=np.int32)) == shared
 
 
 def test_a_stop_string_cuts_a_response_and_the_conversation_goes_on(smollm2_server):

@@ -55,6 +55,29 @@ def test_regex_and_ebnf_fields(server):
             assert re.fullmatch(pattern, choice["text"] if "text" in choice else choice["message"]["content"])
 
 
+TAG = {"type": "tag", "begin": "<n>", "content": {"type": "regex", "pattern": "[0-9]{3}"}, "end": "</n>"}
+STRUCTURAL = {"type": "structural_tag", "format": TAG}
+
+
+def test_structural_tags(server, client):
+    asked = {"model": "default", "max_tokens": 40, "temperature": 1.0}
+    answer = client.chat.completions.create(messages=SAID, **asked, response_format=STRUCTURAL).choices[0]
+    assert re.fullmatch("<n>[0-9]{3}</n>", answer.message.content)
+    [choice] = server.post("/v1/completions", {**asked, "prompt": "x", "response_format": STRUCTURAL})["choices"]
+    assert re.fullmatch("<n>[0-9]{3}</n>", choice["text"])
+    for form in (STRUCTURAL, json.dumps(STRUCTURAL)):
+        sampling = {"max_new_tokens": 40, "structural_tag": form}
+        assert re.fullmatch(
+            "<n>[0-9]{3}</n>", server.post("/generate", {"text": "x", "sampling_params": sampling})["text"]
+        )
+    answered = server.post("/v1/responses", {"input": "x", "text": {"format": STRUCTURAL}})["output"]
+    assert re.fullmatch("<n>[0-9]{3}</n>", answered[0]["content"][0]["text"])
+    wrong = {"type": "structural_tag", "structures": [], "triggers": []}
+    assert (
+        server.post("/v1/responses", {"input": "x", "text": {"format": wrong}}, 400)["error"]["param"] == "text.format"
+    )
+
+
 def test_native_sampling_parameters(server):
     for form in ({"json_schema": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}):
         answer = server.post("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 200, **form}})
@@ -78,7 +101,10 @@ BAD = [
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/x"}}}}, "Cannot find"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}}, "must be an object"),
     ({"response_format": {"type": "json_schema"}}, "name and schema"),
-    ({"response_format": {"type": "structural_tag"}}, "must be text"),
+    ({"response_format": {"type": "yaml"}}, "must be text"),
+    ({"response_format": {"type": "structural_tag"}}, "with format"),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "token", "token": "x"}}}, "cannot be used"),
+    ({"response_format": {"type": "structural_tag", "structures": [], "triggers": ["<a"]}}, "cannot be used"),
     ({"regex": "(?=a)b"}, "Lookahead"),
     ({"regex": "a", "ebnf": 'root ::= "a"'}, "one of"),
     ({"ebnf": "nothing"}, "cannot be used"),
@@ -99,6 +125,21 @@ def test_bad_schemas_beside_a_running_answer(server, client):
         assert error["type"] == "invalid_request_error"
         assert reason in error["message"]
     server.wait_until_idle()
+
+
+def test_large_numbers_many_branches_and_recursion(server):
+    """B098: schemas that have brought servers down are kept here."""
+    node = {"type": "object", "properties": {"a": {"$ref": "#/$defs/node"}, "v": {"enum": [1]}}, "required": ["v"]}
+    branches = [f"w{index}" for index in range(5000)]
+    for schema, is_kept in (
+        ({"type": "integer", "maximum": 20_000_000_000}, lambda value: isinstance(value, int)),
+        ({"enum": branches}, lambda value: value in branches),
+        ({"$ref": "#/$defs/node", "$defs": {"node": node}}, lambda value: value["v"] == 1),
+    ):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        body = {"messages": SAID, "max_tokens": 300, "seed": 1, "response_format": form}
+        [choice] = server.post("/v1/chat/completions", body)["choices"]
+        assert choice["finish_reason"] == "length" or is_kept(json.loads(choice["message"]["content"]))
 
 
 def refused(server, change: dict[str, Any]) -> dict[str, Any]:

@@ -180,6 +180,36 @@ def test_without_tools_to_call_nothing_is_taken_apart(client):
     assert client.chat.completions.create(**options).choices[0].message.content == CALL
 
 
+def test_calls_in_xml(own_server):
+    """Forced, streamed, cut by a length, and written into the prompt of a template without tools."""
+    server = own_server("--tool-call-parser", "qwen3_coder")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    for choice in (NAMED, "required"):
+        options = {**OPTIONS, "tool_choice": choice, "temperature": 1.0, "seed": 1, "parallel_tool_calls": False}
+        whole = client.chat.completions.create(**options).choices[0]
+        assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+        [call] = whole.message.tool_calls
+        if call.function.name == "weather":
+            check_weather(call.function.arguments)
+        assert joined(client.chat.completions.create(**options, stream=True)) == {0: of_message(whole)}
+    written = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo 漢\n</parameter>\n<parameter=days>\n3\n"
+    text = f"I look.\n{written}</parameter>\n</function>\n</tool_call>"
+    for max_tokens, arguments in ((250, '{"city": "Oslo 漢", "days": 3}'), (60, None)):
+        options = {**OPTIONS, "temperature": 0, **literal(text), "max_tokens": max_tokens}
+        whole = of_message(client.chat.completions.create(**options).choices[0])
+        assert joined(client.chat.completions.create(**options, stream=True)) == {0: whole}
+        assert whole["content"] == "I look."
+        [(name, found)] = whole["calls"].values()
+        assert name == "weather"
+        assert found == arguments if arguments else '"Oslo 漢"'.startswith(found.removeprefix('{"city": '))
+    made = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    body = {"messages": [*SAID, {"role": "assistant", "tool_calls": [made]}], "max_tokens": 1}
+    tokens = server.post("/v1/chat/completions", body)["usage"]["prompt_tokens"]
+    spelled = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
+    body["messages"][1] = {"role": "assistant", "content": spelled}
+    assert server.post("/v1/chat/completions", body)["usage"]["prompt_tokens"] == tokens
+
+
 BAD = [
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tools": [tool("no spaces please")]}, "tools"),

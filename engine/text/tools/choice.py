@@ -10,7 +10,7 @@ from typing import Any
 from engine.errors import BadRequest
 from engine.sampling.grammar import Grammar
 from engine.sampling.grammar_worker import MAX_WHITESPACE
-from engine.text.tools.formats import ToolFormat
+from engine.text.tools.style import ToolFormat
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -87,7 +87,12 @@ def forced_calls(use: ToolUse, style: ToolFormat) -> Grammar | None:
     tags = []
     for name in use.forced:
         begin, end = style.forced(name)
-        content = {"type": "json_schema", "json_schema": use.schemas[name], "max_whitespace_cnt": MAX_WHITESPACE}
+        content = {
+            "type": "json_schema",
+            "json_schema": use.schemas[name],
+            "style": style.content_style,
+            "max_whitespace_cnt": MAX_WHITESPACE,
+        }
         tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
     calls: dict[str, Any] = {"type": "or", "elements": tags} if len(tags) > 1 else tags[0]
     if use.is_parallel and style.between is not None:

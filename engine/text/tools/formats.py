@@ -1,6 +1,7 @@
 """How models write tool calls, and which of the ways a model uses.
 
 hermes, qwen   <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+qwen3_coder    <tool_call><function=...><parameter=...>...</parameter></function></tool_call>, see `xml`
 llama3         {"name": ..., "parameters": {...}}, at the start of the reply or behind <|python_tag|>
 deepseek       <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>...<｜tool▁sep｜>...<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 """
@@ -10,57 +11,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import BadRequest
+from engine.text.tools.style import Schemas, ToolCall, ToolFormat
+from engine.text.tools.xml import QWEN3_CODER
 
-TOOL_CALL_PARSERS = ("auto", "hermes", "qwen", "llama3", "deepseek")
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call that a model wrote. `arguments`: JSON text; cut short where the reply was."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """One way to write calls.
-
-    Attributes:
-        begin, end: markup around a call; `end` may be missing in a reply.
-        noise: markup around calls that says nothing.
-        is_json: a call is one JSON object.
-        is_bare: a reply that begins with `{` may be a call, without markup.
-        read: a whole call's text as name and arguments; None when it is no call.
-        read_part: the same for a call that the end of the reply cut.
-        forced: markup in front of and behind the arguments of a call of that name, for grammars.
-        around: markup around all calls, for grammars; between: and between two, None when there is at most one.
-    """
-
-    begin: str
-    end: str
-    read: Callable[[str], ToolCall | None]
-    read_part: Callable[[str], ToolCall | None]
-    forced: Callable[[str], tuple[str, str]]
-    noise: tuple[str, ...] = ()
-    is_json: bool = True
-    is_bare: bool = False
-    around: tuple[str, str] = ("", "")
-    between: str | None = None
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        return (self.begin, *self.noise)
-
+TOOL_CALL_PARSERS = ("auto", "hermes", "qwen", "qwen3_coder", "llama3", "deepseek")
 
 _CUT_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*', re.DOTALL)
 
 
-def _read_json(text: str) -> ToolCall | None:
+def _read_json(text: str, _: Schemas) -> ToolCall | None:
     try:
         call = json.loads(text, strict=False)
     except (ValueError, RecursionError):
@@ -73,7 +35,7 @@ def _read_json(text: str) -> ToolCall | None:
     return ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
 
-def _read_json_part(text: str) -> ToolCall | None:
+def _read_json_part(text: str, _: Schemas) -> ToolCall | None:
     found = _CUT_CALL.match(text)
     return ToolCall(json.loads(found[1], strict=False), text[found.end() :]) if found else None
 
@@ -81,8 +43,8 @@ def _read_json_part(text: str) -> ToolCall | None:
 _SEP, _FENCE = "<｜tool▁sep｜>", "```json\n"
 
 
-def _read_deepseek(text: str) -> ToolCall | None:
-    call = _read_deepseek_part(text)
+def _read_deepseek(text: str, schemas: Schemas) -> ToolCall | None:
+    call = _read_deepseek_part(text, schemas)
     if call is None:
         return None
     try:
@@ -92,7 +54,7 @@ def _read_deepseek(text: str) -> ToolCall | None:
     return call if is_object else None
 
 
-def _read_deepseek_part(text: str) -> ToolCall | None:
+def _read_deepseek_part(text: str, _: Schemas) -> ToolCall | None:
     """Version 3 writes `function<sep>name`, a newline and a fenced block; 3.1 writes `name<sep>` and the arguments."""
     head, sep, rest = text.partition(_SEP)
     if not sep:
@@ -155,14 +117,16 @@ def tool_format(parser: str, template: str) -> ToolFormat:
     """The format of a parser's name; "auto" looks into the model's chat template, and takes hermes where that says
     nothing. Raises BadRequest: the template shows a format that is not known."""
     if parser == "auto":
-        if "<function=" in template:
-            rule = "this model writes tool calls in XML, which is not in this version; use tool_choice=none"
-            raise BadRequest("tools", "...", rule)
         parser = "hermes"
-        if "<｜tool▁call" in template:
+        if "<function=" in template:
+            if "<parameter=" not in template:
+                rule = "this model's template writes tool calls in a form that is not known; give --tool-call-parser"
+                raise BadRequest("tools", "...", rule)
+            parser = "qwen3_coder"
+        elif "<｜tool▁call" in template:
             parser = "deepseek"
         elif "<|python_tag|>" in template or "ipython" in template:
             parser = "llama3"
     if parser == "deepseek":
         return _DEEPSEEK if "```json" in template else _DEEPSEEK_31
-    return _LLAMA3 if parser == "llama3" else _HERMES
+    return {"llama3": _LLAMA3, "qwen3_coder": QWEN3_CODER}.get(parser, _HERMES)

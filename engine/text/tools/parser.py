@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.text.markers import num_held
-from engine.text.tools.formats import ToolCall, ToolFormat
+from engine.text.tools.style import CallScan, Schemas, ToolCall, ToolFormat
 
 
 @dataclass(slots=True)
@@ -31,16 +31,16 @@ class ToolCallParser:
         num_calls: found so far.
     """
 
-    def __init__(self, style: ToolFormat, names: frozenset[str]) -> None:
-        """`names`: of the functions that were offered."""
+    def __init__(self, style: ToolFormat, schemas: Schemas) -> None:
+        """`schemas`: of the functions that were offered."""
         self.num_calls = 0
         self._style = style
-        self._names = names
+        self._schemas = schemas
         self._mode: Literal["text", "call", "closing"] = "text"
         self._may_be_bare = style.is_bare
         self._is_bare = False
         self._pending = ""
-        self._scan = _ObjectScan()
+        self._scan = self._new_scan()
 
     def feed(self, text: str) -> Parsed:
         """What is certain after `text` arrived."""
@@ -55,8 +55,8 @@ class ToolCallParser:
         held, self._pending = self._pending, ""
         parsed = Parsed()
         if self._mode == "call":
-            call = self._style.read_part(held)
-            if call is not None and call.name in self._names:
+            call = self._style.read_part(held, self._schemas)
+            if call is not None and call.name in self._schemas:
                 self._found(parsed, call)
             else:
                 parsed.content = self._no_call(held)
@@ -75,9 +75,12 @@ class ToolCallParser:
                 body = body.replace(marker, "")
         return body if self._is_bare else body.strip()
 
+    def _new_scan(self) -> CallScan:
+        return self._style.scan() if self._style.scan is not None else _ObjectScan()
+
     def _enter_call(self, text: str, *, is_bare: bool) -> bool:
         self._mode, self._pending, self._is_bare = "call", text, is_bare
-        self._scan = _ObjectScan()
+        self._scan = self._new_scan()
         return True
 
     def _text(self, parsed: Parsed) -> bool:
@@ -114,14 +117,14 @@ class ToolCallParser:
         if style.is_json and body[start] == "{":
             end = behind = self._scan.end_of(body)
         elif style.end:
-            end = body.find(style.end)
+            end = self._scan.end_of(body) if style.scan is not None else body.find(style.end)
             behind = end + len(style.end)
         else:
             end = behind = 0
         if end < 0:
             return False
-        call = style.read(body[:end])
-        if call is not None and call.name in self._names:
+        call = style.read(body[:end], self._schemas)
+        if call is not None and call.name in self._schemas:
             self._found(parsed, call)
             self._may_be_bare = style.is_bare
         else:

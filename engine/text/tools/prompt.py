@@ -10,7 +10,7 @@ from typing import Any
 from engine.errors import BadRequest
 from engine.text.tokenizer import Tokenizer
 from engine.text.tools.choice import ToolUse
-from engine.text.tools.formats import ToolFormat
+from engine.text.tools.style import ToolFormat
 
 _SYSTEM = """You may call functions. They are, one a line, within <tools></tools>:
 <tools>
@@ -80,7 +80,9 @@ def _as_text(messages: Sequence[Any], use: ToolUse | None, style: ToolFormat | N
     if use is None:
         return written
     tools = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in use.definitions)
-    system = _SYSTEM.format(tools=tools, example=_call_text(style, "NAME", "{...}"))
+    system = _SYSTEM.format(
+        tools=tools, example=_call_text(style, "NAME", style.example if style is not None else "{...}")
+    )
     first = written[0] if written else None
     if isinstance(first, Mapping) and first.get("role") == "system":
         return [{**first, "content": "\n\n".join([*_texts(first), system])}, *written[1:]]
@@ -93,5 +95,7 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
 
 
 def _call_text(style: ToolFormat | None, name: str, arguments: str) -> str:
-    begin, end = style.forced(name) if style is not None else (f'{{"name": "{name}", "arguments": ', "}")
-    return begin + arguments + end
+    if style is None:
+        return f'{{"name": "{name}", "arguments": {arguments}}}'
+    begin, end = style.forced(name)
+    return begin + style.written(arguments) + end
