@@ -62,7 +62,8 @@ def peers(threads: int) -> dict[str, Peer]:
             requirements=("numpy==2.4.6", "llama-cpp-python==0.3.36"),
             build_variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAMA_CURL=OFF"},
         ),
-        Peer("openvino", "openvino_worker.py", "gguf", requirements=("openvino-genai==2026.4.1.0",)),
+        # Its reader of GGUF files has no bfloat16 ("Unsupported quantization type").
+        Peer("openvino", "openvino_worker.py", "gguf-f16", requirements=("openvino-genai==2026.4.1.0",)),
         _vllm("vllm", threads, alone=()),
         _vllm("vllm-zen", threads, alone=("zentorch==2.13.0.1", "deprecated==1.3.1", "wrapt==2.5.2")),
     )

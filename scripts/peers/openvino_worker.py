@@ -1,12 +1,14 @@
 """OpenVINO GenAI as a worker: its continuous batching over a GGUF file, prefix caching on, stepped by hand.
 
-What its users get by default is left so: on a CPU it chooses the KV's precision and may quantise activations.
+What its users get by default is left so: on a CPU it computes in bfloat16 where the CPU can, and it chooses the KV's
+precision itself.
 """
 
 from __future__ import annotations
 
 import argparse
 from itertools import count
+from typing import Any
 
 import numpy as np
 import openvino
@@ -68,7 +70,7 @@ class OpenVinoEngine:
         self._drain()
         return [list(handle.read_all()[0].generated_ids) for handle in handles]
 
-    def _add(self, prompts: Prompts, num_tokens: int) -> list[openvino_genai.GenerationHandle]:
+    def _add(self, prompts: Prompts, num_tokens: int) -> list[Any]:
         config = openvino_genai.GenerationConfig(max_new_tokens=num_tokens, ignore_eos=True, do_sample=False)
         return [
             self.pipe.add_request(next(self._ids), openvino.Tensor(np.array([prompt], dtype=np.int64)), config)
