@@ -20,13 +20,18 @@ def _silent(level: int, text: bytes, data: ctypes.c_void_p) -> None: ...
 
 
 class Context:
-    """A `llama_context` of its own KV for `num_sequences` sequences of up to `length` tokens."""
+    """A `llama_context` of its own KV for `num_sequences` sequences of up to `length` tokens.
 
-    def __init__(self, model: Any, options: argparse.Namespace, num_sequences: int, length: int) -> None:
+    It computes up to `batch_tokens` tokens at once, and no more in one call.
+    """
+
+    def __init__(
+        self, model: Any, options: argparse.Namespace, num_sequences: int, length: int, batch_tokens: int
+    ) -> None:
         params = llama_cpp.llama_context_default_params()
         params.n_seq_max = num_sequences
         params.n_ctx = (length + 16) * num_sequences
-        params.n_batch = params.n_ubatch = max(BATCH_TOKENS, num_sequences)
+        params.n_batch = params.n_ubatch = max(batch_tokens, num_sequences)
         params.n_threads = params.n_threads_batch = options.threads
         params.kv_unified = False
         if options.dtype == "float32":
@@ -36,6 +41,7 @@ class Context:
             raise SystemExit(f"llama.cpp could not make a context of {params.n_ctx} tokens for {options.model}")
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
+        self._batch_tokens = batch_tokens
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         layers, heads = llama_cpp.llama_model_n_layer(model), llama_cpp.llama_model_n_head_kv(model)
         head_dim = llama_cpp.llama_model_n_embd(model) // llama_cpp.llama_model_n_head(model)
@@ -55,8 +61,8 @@ class Context:
             for i, token_id in enumerate(prompt)
         ]
         found = []
-        for first in range(0, len(tokens), BATCH_TOKENS):
-            part = tokens[first : first + BATCH_TOKENS]
+        for first in range(0, len(tokens), self._batch_tokens):
+            part = tokens[first : first + self._batch_tokens]
             self._run(part)
             found += [self._best(i) for i, (_, _, _, is_wanted) in enumerate(part) if is_wanted]
         return found
@@ -97,7 +103,7 @@ class LlamaCppEngine:
         if not self._model:
             raise SystemExit(f"llama.cpp could not open {options.model}")
         self._options = options
-        self._context = Context(self._model, options, options.max_batch + 1, options.max_len)
+        self._context = Context(self._model, options, options.max_batch + 1, options.max_len, BATCH_TOKENS)
         self._talk: Context | None = None
         self._spare = options.max_batch
         self._held: dict[int, int] = {}
@@ -131,7 +137,9 @@ class LlamaCppEngine:
     def turns(self, turns: list[Prompts], num_out: int) -> None:
         """A sequence for each conversation, which keeps its KV, as a slot of llama.cpp's server does."""
         if self._talk is None:
-            self._talk = Context(self._model, self._options, self._options.sessions, self._options.session_len)
+            together = len(turns[0]) * (len(turns[0][0]) + 1)
+            most, length = self._options.sessions, self._options.session_len
+            self._talk = Context(self._model, self._options, most, length, max(BATCH_TOKENS, together))
         sequences, position = range(len(turns[0])), 0
         last: Prompts = [[] for _ in sequences]
         for prompts in turns:
