@@ -61,7 +61,6 @@ class Rate:
 
     what: str
     page_size: int
-    nodes: int
     per_s: float
 
 
@@ -138,8 +137,8 @@ class Bench:
 
     def rates(self) -> list[Rate]:
         """Operations a second over `repeats` keys drawn from the whole tree: few of them are in the CPU's caches."""
-        draw = np.random.default_rng(0)
-        heads = draw.integers(self.num_heads, size=self.repeats)
+        draw, n = np.random.default_rng(0), self.repeats
+        heads = draw.integers(self.num_heads, size=n)
         known = [self.prompt(int(head), int(draw.integers(BRANCHES_PER_HEAD))) for head in heads]
         keys = [self.key(tokens) for tokens in known]
         new = [self.prompt(int(head), next(self.fresh)) for head in heads]
@@ -151,16 +150,19 @@ class Bench:
             return self.tree.insert(key, {"full": np.concatenate([np.zeros(found, dtype=np.int32), own])})
 
         return [
-            self.rate("match of a cached key", lambda: [self.tree.match(key) for key in keys]),
-            self.rate("key + match of a cached key", lambda: [self.tree.match(self.key(tokens)) for tokens in known]),
-            self.rate("key + match + allocate + insert", lambda: [publish(tokens) for tokens in new]),
-            self.rate("evict one page", lambda: [self.tree.evict(1) for _ in range(self.repeats)]),
+            self.rate("match of a cached key", n, lambda: [self.tree.match(key) for key in keys]),
+            self.rate(
+                "key + match of a cached key", n, lambda: [self.tree.match(self.key(tokens)) for tokens in known]
+            ),
+            self.rate("key + match + allocate + insert", n, lambda: [publish(tokens) for tokens in new]),
+            self.rate("first eviction of one page", 1, lambda: self.tree.evict(1)),
+            self.rate("evict one page", n, lambda: [self.tree.evict(1) for _ in range(n)]),
         ]
 
-    def rate(self, what: str, act: Callable[[], object]) -> Rate:
+    def rate(self, what: str, num_times: int, act: Callable[[], object]) -> Rate:
         start = thread_time()
         act()
-        return Rate(what, self.page_size, self.num_nodes, self.repeats / (thread_time() - start))
+        return Rate(what, self.page_size, num_times / (thread_time() - start))
 
     def eviction(self) -> Timing:
         """One page at a time from a tree whose leaves were all used again since they were queued."""

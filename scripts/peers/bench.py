@@ -197,7 +197,7 @@ def main() -> int:
             small = Size(max_batch=1, max_len=options.context)
             alone, _ = launches_of(options, setting, small, note)
             wanted = [launch for launch in alone if launch.name not in skipped]
-            starts = measure_starts(wanted, skipped, options.starts, note)
+            starts = measure_starts(wanted, skipped, options.starts, options.context, note)
     except (RungError, SetupError) as error:
         note(f"error: rung: {error}")
         return 2

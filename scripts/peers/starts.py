@@ -1,7 +1,8 @@
 """How long an engine takes from the start of its process to its first token, and how much memory that takes.
 
-    process starts | imports | weights | warm-up, compilation | ready | prompt of 32 tokens | first token
-    |<-                              start_s                              ->|
+    process starts | imports | weights | warm-up, compilation | prompt of 32 tokens | first token | a long prompt
+    |<-                                        start_s                                         ->|
+    |<-                                           peak_bytes is taken over                                     ->|
 
 Every start is a fresh process that finds the files and compilation caches of earlier ones; each engine is started once
 before the starts that count. A start is work of one thread for long stretches, so it has no "busy" to judge it by.
@@ -38,13 +39,14 @@ class Start:
         return self.peak_bytes - self.weight_bytes - self.kv_bytes
 
 
-def start_once(launch: Launch) -> Start:
-    """Raises SetupError."""
+def start_once(launch: Launch, num_tokens: int) -> Start:
+    """`num_tokens`: of the prompt that comes behind the first token. Raises SetupError."""
     begun = time.perf_counter()
     worker = Worker(launch)
     try:
         worker.ask({"do": "prefill", "seed": 1, "tokens": FIRST_PROMPT_TOKENS})
         start_s = time.perf_counter() - begun
+        worker.ask({"do": "prefill", "seed": 2, "tokens": num_tokens})
         memory = worker.ask({"do": "memory"})
     finally:
         worker.close()
@@ -52,14 +54,18 @@ def start_once(launch: Launch) -> Start:
 
 
 def measure_starts(
-    launches: Sequence[Launch], skipped: dict[str, str], num_starts: int, note: Callable[[str], None]
+    launches: Sequence[Launch],
+    skipped: dict[str, str],
+    num_starts: int,
+    num_tokens: int,
+    note: Callable[[str], None],
 ) -> list[Start]:
-    """`num_starts` starts of each engine in turn, after one that is thrown away."""
+    """`num_starts` starts of each engine in turn, after one that is thrown away; `num_tokens` as in `start_once`."""
     by_name, found = {launch.name: launch for launch in launches}, []
     for index in range(-1, num_starts):
         for name in turns(list(by_name), max(index, 0)):
             try:
-                one = start_once(by_name[name])
+                one = start_once(by_name[name], num_tokens)
             except SetupError as error:
                 skipped[name] = str(error)
                 del by_name[name]

@@ -353,7 +353,8 @@ def test_starts_take_turns_and_one_that_fails_is_skipped_with_its_reason(monkeyp
     starts = load("starts")
     started: list[str] = []
 
-    def start_once(launch: Any) -> Any:
+    def start_once(launch: Any, num_tokens: int) -> Any:
+        assert num_tokens == 64
         started.append(launch.name)
         if launch.name == "bad":
             raise starts.SetupError("no room")
@@ -362,7 +363,7 @@ def test_starts_take_turns_and_one_that_fails_is_skipped_with_its_reason(monkeyp
     monkeypatch.setattr(starts, "start_once", start_once)
     skipped: dict[str, str] = {}
     launches = [SimpleNamespace(name=name) for name in ("rung", "bad", "peer")]
-    found = starts.measure_starts(launches, skipped, 2, lambda text: None)
+    found = starts.measure_starts(launches, skipped, 2, 64, lambda text: None)
     assert started == ["rung", "bad", "peer", "rung", "peer", "peer", "rung"]
     assert skipped == {"bad": "no room"}
     assert [one.engine for one in found] == ["rung", "peer", "peer", "rung"]
