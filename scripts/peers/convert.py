@@ -52,8 +52,8 @@ def model_for(kind: str, source: Path, weights: str, folder: Path) -> Path:
     """The model as an engine reads it.
 
     Args:
-        kind: "own" (Rung: the source, or the quantised GGUF file), "gguf", "gguf-f16" (GGUF with float16 for bfloat16)
-            or "directory" (Hugging Face).
+        kind: "own" (Rung: the source, or the quantised GGUF file), "own-bf16" (Rung: never quantised), "gguf",
+            "gguf-f16" (GGUF with float16 for bfloat16) or "directory" (Hugging Face, without a tokenizer).
         source: a GGUF file or a directory.
         weights: one of `WEIGHTS`.
     Raises:
@@ -64,6 +64,8 @@ def model_for(kind: str, source: Path, weights: str, folder: Path) -> Path:
         return source if source.is_dir() else hf_directory(source, dtype, folder / f"{source.stem}-{dtype}")
     if kind == "own" and not is_quantised(weights):
         return source
+    if kind == "own-bf16":
+        return source if source.is_dir() else gguf_file(source, "bfloat16", folder / f"{source.stem}-bfloat16.gguf")
     if source.is_dir():
         raise SetupError(f"needs a GGUF file; {source} is a directory")
     if weights == FILE:

@@ -53,7 +53,7 @@ def peers(threads: int) -> dict[str, Peer]:
     here = {"PYTHONPATH": str(ROOT)}
     known = (
         Peer("rung", "rung_worker.py", "own", variables=here),
-        Peer("rung-bf16", "rung_worker.py", "directory", variables=here),
+        Peer("rung-bf16", "rung_worker.py", "own-bf16", variables=here),
         Peer("transformers", "transformers_worker.py", "directory"),
         Peer(
             "llama-cpp",

@@ -344,6 +344,7 @@ def test_quantised_forms_are_made_from_the_model_and_keep_its_norms(
     assert np.array_equal(found["q4_0"]["norm.weight"].data, values[0])
     assert convert.model_for("own", source, "file", tmp_path) == source
     assert convert.model_for("own", source, "bfloat16", tmp_path) == source
+    assert convert.model_for("own-bf16", source, "q4_0", tmp_path / "models").name == "model-bfloat16.gguf"
     assert convert.model_for("own", source, "q4_0", tmp_path / "models").name == "model-q4_0.gguf"
     assert convert.model_for("gguf-f16", source, "bfloat16", tmp_path / "models").name == "model-float16.gguf"
 
