@@ -126,7 +126,8 @@ def measure(
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [name for name in peers(1) if name != RUNG]
-    usual = f"all but rung-bf16; with quantised weights {','.join(QUANTISED_PEERS)}"
+    unquantised = [name for name in names if name not in ("rung-bf16", "vllm-int8")]
+    usual = f"{','.join(unquantised)}; with quantised weights {','.join(QUANTISED_PEERS)}"
     parser.add_argument("--peers", help=f"which, with commas between, of {','.join(names)}; default: {usual}")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a built-in name, a GGUF file or a directory")
     weights = "q8_0 and q4_0 are made from the model; file: a GGUF file's own. Peers that cannot use them get bfloat16"
@@ -149,9 +150,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write every sample and ratio to this file")
     options = parser.parse_args(arguments)
     if options.peers is None:
-        options.peers = ",".join(
-            QUANTISED_PEERS if is_quantised(options.weights) else [n for n in names if n != "rung-bf16"]
-        )
+        options.peers = ",".join(QUANTISED_PEERS if is_quantised(options.weights) else unquantised)
     options.peers = listed(parser, "--peers", options.peers, names)
     options.measures = listed(parser, "--measures", options.measures, MEASURES)
     try:

@@ -36,6 +36,21 @@ _GGUF_TYPES = {
 _HEADS = ("token_embd.weight", "output.weight")
 """Stay Q8_0 in files of 4 bit, as in files that llama.cpp's own tool makes of such models."""
 
+_EIGHT_BITS = {"num_bits": 8, "type": "int", "symmetric": True}
+_INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": _EIGHT_BITS | {"strategy": "channel", "dynamic": False},
+            "input_activations": _EIGHT_BITS | {"strategy": "token", "dynamic": True},
+        }
+    },
+}
+
 WEIGHTS = ("bfloat16", "float32", "q8_0", "q4_0", FILE)
 
 
@@ -53,7 +68,8 @@ def model_for(kind: str, source: Path, weights: str, folder: Path) -> Path:
 
     Args:
         kind: "own" (Rung: the source, or the quantised GGUF file), "own-bf16" (Rung: never quantised), "gguf",
-            "gguf-f16" (GGUF with float16 for bfloat16) or "directory" (Hugging Face, without a tokenizer).
+            "gguf-f16" (GGUF with float16 for bfloat16), "directory" (Hugging Face, without a tokenizer) or
+            "directory-int8" (the same with int8 matrices, for `q8_0` alone).
         source: a GGUF file or a directory.
         weights: one of `WEIGHTS`.
     Raises:
@@ -62,6 +78,10 @@ def model_for(kind: str, source: Path, weights: str, folder: Path) -> Path:
     if kind == "directory":
         dtype = dtype_of(weights)
         return source if source.is_dir() else hf_directory(source, dtype, folder / f"{source.stem}-{dtype}")
+    if kind == "directory-int8":
+        if weights != "q8_0":
+            raise SetupError(f"computes with int8 weights and has no {weights}; give --weights q8_0")
+        return int8_directory(source, folder / f"{source.stem}-int8")
     if kind == "own" and not is_quantised(weights):
         return source
     if kind == "own-bf16":
@@ -78,13 +98,35 @@ def hf_directory(source: Path, dtype: str, target: Path) -> Path:
     """Write config and weights under Hugging Face names; no tokenizer, peers are given token ids."""
     if (target / "config.json").exists():
         return target
-    target.mkdir(parents=True, exist_ok=True)
     opened = open_source(source)
-    to = getattr(torch, dtype)
-    weights = {name: tensor.to(to).contiguous() for name, tensor in opened.tensors()}
+    weights = {name: tensor.to(getattr(torch, dtype)).contiguous() for name, tensor in opened.tensors()}
+    return _write_directory(target, weights, hf_config(opened.config, dtype))
+
+
+def int8_directory(source: Path, target: Path) -> Path:
+    """As `hf_directory`, with the layers' matrices in int8, a scale for each output, as compressed-tensors stores them.
+
+    Activations are to be quantised token by token at run time. Embedding and head stay bfloat16.
+    """
+    if (target / "config.json").exists():
+        return target
+    opened = open_source(source)
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in opened.tensors():
+        if tensor.ndim < 2 or ".layers." not in name:
+            weights[name] = tensor.to(torch.bfloat16).contiguous()
+            continue
+        scale = (tensor.float().abs().amax(-1, keepdim=True) / 127).to(torch.bfloat16)
+        weights[name] = (tensor.float() / scale.float()).round().clamp(-127, 127).to(torch.int8)
+        weights[f"{name}_scale"] = scale
+    return _write_directory(target, weights, hf_config(opened.config, "bfloat16") | {"quantization_config": _INT8})
+
+
+def _write_directory(target: Path, weights: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
+    target.mkdir(parents=True, exist_ok=True)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     partial = target / "config.json.partial"
-    partial.write_text(json.dumps(hf_config(opened.config, dtype), indent=1))
+    partial.write_text(json.dumps(config, indent=1))
     os.replace(partial, target / "config.json")  # last: it says that the directory is complete
     return target
 

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -33,6 +33,7 @@ class Peer:
         build_variables: of the installation; what the user has set wins.
         variables: of its process.
         model_kind: the form of the weights it is given; see `convert.model_for`.
+        home: the peer whose environment it shares; its own when empty.
         preloads: libraries that must be loaded before Python: paths, relative ones in its environment. What is not
             there is left out.
     """
@@ -45,7 +46,12 @@ class Peer:
     removed: tuple[str, ...] = ()
     build_variables: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
+    home: str = ""
     preloads: tuple[str, ...] = ()
+
+    def folder(self, env_dir: Path) -> Path:
+        """Where its environment is."""
+        return env_dir / (self.home or self.name)
 
 
 def peers(threads: int) -> dict[str, Peer]:
@@ -65,6 +71,7 @@ def peers(threads: int) -> dict[str, Peer]:
         # Its reader of GGUF files has no bfloat16 ("Unsupported quantization type").
         Peer("openvino", "openvino_worker.py", "gguf-f16", requirements=("openvino-genai==2026.4.1.0",)),
         _vllm("vllm", threads, alone=()),
+        replace(_vllm("vllm", threads, alone=()), name="vllm-int8", model_kind="directory-int8", home="vllm"),
         _vllm("vllm-zen", threads, alone=("zentorch==2.13.0.1", "deprecated==1.3.1", "wrapt==2.5.2")),
     )
     return {peer.name: peer for peer in known}
@@ -102,11 +109,11 @@ def python_of(peer: Peer, env_dir: Path) -> Path:
     """
     if not peer.requirements:
         return Path(sys.executable)
-    home = env_dir / peer.name
+    home = peer.folder(env_dir)
     python, stamp, wanted = home / "bin" / "python", home / _INSTALLED, "\n".join((*peer.requirements, *peer.alone))
     if stamp.exists() and stamp.read_text() == wanted:
         return python
-    log = env_dir / f"{peer.name}.log"
+    log = env_dir / f"{home.name}.log"
     env_dir.mkdir(parents=True, exist_ok=True)
     print(
         f"installing {', '.join((*peer.requirements, *peer.alone))} into {home} (once; log: {log}) ...", file=sys.stderr
@@ -129,7 +136,7 @@ def python_of(peer: Peer, env_dir: Path) -> Path:
 
 def variables_of(peer: Peer, env_dir: Path, threads: int) -> dict[str, str]:
     """The environment of a peer's process."""
-    found = [path for name in peer.preloads if (path := env_dir / peer.name / name).exists()]
+    found = [path for name in peer.preloads if (path := peer.folder(env_dir) / name).exists()]
     preload = {"LD_PRELOAD": ":".join(str(path) for path in found)} if found else {}
     return {**os.environ, "OMP_NUM_THREADS": str(threads), **peer.variables, **preload}
 
