@@ -392,3 +392,25 @@ def test_a_peer_that_cannot_be_installed_says_why(tmp_path: Path, monkeypatch: p
     peer = environments.Peer("p", "p_worker.py", "gguf", requirements=("nothing==1",))
     with pytest.raises(environments.SetupError, match=r"see .*p\.log: no room left"):
         environments.python_of(peer, tmp_path / "envs")
+
+
+def test_an_environment_is_made_once_in_order_and_shared_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, python = tmp_path / "calls", tmp_path / "python"
+    make = 'if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi'
+    python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n{make}\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(environments.sys, "executable", str(python))
+    pins = {"requirements": ("big==1",), "alone": ("beside==2",), "removed": ("harmful",), "preloads": ("lib/x.so",)}
+    first = environments.Peer("first", "w.py", "gguf", **pins)
+    second = environments.Peer("second", "w.py", "gguf", home="first", **pins)
+    for peer in (first, second, first):
+        assert environments.python_of(peer, tmp_path / "envs") == tmp_path / "envs" / "first" / "bin" / "python"
+    made = [line.replace("-m pip --disable-pip-version-check ", "") for line in calls.read_text().splitlines()]
+    assert made[1:] == ["install --verbose big==1", "install --verbose --no-deps beside==2", "uninstall --yes harmful"]
+    assert "LD_PRELOAD" not in environments.variables_of(second, tmp_path / "envs", 2)
+    (tmp_path / "envs" / "first" / "lib").mkdir()
+    (tmp_path / "envs" / "first" / "lib" / "x.so").touch()
+    found = environments.variables_of(second, tmp_path / "envs", 2)["LD_PRELOAD"]
+    assert found == str(tmp_path / "envs" / "first" / "lib" / "x.so")
