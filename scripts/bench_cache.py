@@ -4,6 +4,8 @@
     python scripts/bench_cache.py            a table
     python scripts/bench_cache.py --quick    fewer repeats and no tree of 100k nodes
     python scripts/bench_cache.py --json     the same numbers as JSON
+    python scripts/bench_cache.py --rates    operations a second on trees of 100k nodes with pages of 1 and 128 tokens,
+                                             other keys in each operation, and the allocator: what peers state of theirs
 
 No device and no torch: these are the host's costs of a step. It is CPU time that is counted, so that a busy machine
 changes little. Trees have many prefixes of 256 tokens and, behind each, branches of 128 tokens, as system prompts with
@@ -51,6 +53,15 @@ class Timing:
     page_size: int
     nodes: int
     us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """One operation, how often a second of CPU time."""
+
+    what: str
+    page_size: int
+    per_s: float
 
 
 @dataclass
@@ -124,6 +135,35 @@ class Bench:
             self.timing("lock + unlock 384 tokens", self.median_us(lambda: self.tree.unlock(self.tree.lock(found)))),
         ]
 
+    def rates(self) -> list[Rate]:
+        """Operations a second over `repeats` keys drawn from the whole tree: few of them are in the CPU's caches."""
+        draw, n = np.random.default_rng(0), self.repeats
+        heads = draw.integers(self.num_heads, size=n)
+        known = [self.prompt(int(head), int(draw.integers(BRANCHES_PER_HEAD))) for head in heads]
+        keys = [self.key(tokens) for tokens in known]
+        new = [self.prompt(int(head), next(self.fresh)) for head in heads]
+
+        def publish(tokens: IntArray) -> object:
+            key = self.key(tokens)
+            found = self.tree.match(key).num_pages
+            own = self.pool.alloc(key.num_pages - found)
+            return self.tree.insert(key, {"full": np.concatenate([np.zeros(found, dtype=np.int32), own])})
+
+        return [
+            self.rate("match of a cached key", n, lambda: [self.tree.match(key) for key in keys]),
+            self.rate(
+                "key + match of a cached key", n, lambda: [self.tree.match(self.key(tokens)) for tokens in known]
+            ),
+            self.rate("key + match + allocate + insert", n, lambda: [publish(tokens) for tokens in new]),
+            self.rate("first eviction of one page", 1, lambda: self.tree.evict(1)),
+            self.rate("evict one page", n, lambda: [self.tree.evict(1) for _ in range(n)]),
+        ]
+
+    def rate(self, what: str, num_times: int, act: Callable[[], object]) -> Rate:
+        start = thread_time()
+        act()
+        return Rate(what, self.page_size, num_times / (thread_time() - start))
+
     def eviction(self) -> Timing:
         """One page at a time from a tree whose leaves were all used again since they were queued."""
         for head in range(0, self.num_heads, 7):
@@ -167,6 +207,36 @@ def bench_allocator(page_size: int, repeats: int, num_requests: int = 256, lengt
     return [Timing(what, page_size, 0, median(times) * 1e6) for what, times in took.items()]
 
 
+def pool_alone(page_size: int, repeats: int, num_requests: int = 256, length: int = 512) -> list[Timing]:
+    """The same pages without records, rows and tables: taken in one call, released in one call for each request."""
+    per_request = page_count(length, page_size)
+    families = PageFamilies([(PageFamily("full", page_size), 2 * num_requests * per_request)])
+    took: dict[str, list[float]] = {"pool alone: alloc 256 x 512": [], "pool alone: release 256 x 512": []}
+    for _ in range(repeats):
+        start = thread_time()
+        pages = families.alloc({"full": num_requests * per_request})["full"]
+        middle = thread_time()
+        for own in np.split(pages, num_requests):
+            families.release({"full": own})
+        for times, seconds in zip(took.values(), (middle - start, thread_time() - middle), strict=True):
+            times.append(seconds)
+    return [Timing(what, page_size, 0, median(times) * 1e6) for what, times in took.items()]
+
+
+def run_rates(*, quick: bool) -> str:
+    """The lines of `--rates`."""
+    num_nodes, operations = (10_000, 500) if quick else (100_000, 5_000)
+    sizes = (1, 128)
+    found = [rate for size in sizes for rate in Bench(size, num_nodes, operations).rates()]
+    lines = [f"{f'operations a second, {num_nodes} nodes':<40}" + "".join(f"{f'page {size}':>12}" for size in sizes)]
+    lines += [
+        f"{what:<40}" + "".join(f"{rate.per_s:12,.0f}" for rate in found if rate.what == what)
+        for what in dict.fromkeys(rate.what for rate in found)
+    ]
+    timings = [t for size in sizes for t in (*bench_allocator(size, 10), *pool_alone(size, 10))]
+    return "\n".join([*lines, "", table(timings)])
+
+
 def run(*, quick: bool) -> list[Timing]:
     repeats = 30 if quick else 200
     timings: list[Timing] = []
@@ -195,7 +265,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--quick", action="store_true", help="fewer repeats, no tree of 100k nodes")
+    parser.add_argument("--rates", action="store_true", help="operations a second instead; with --quick 10k nodes")
     options = parser.parse_args()
+    if options.rates:
+        print(run_rates(quick=options.quick))
+        return
     timings = run(quick=options.quick)
     if options.json:
         rows = [{"what": t.what, "page_size": t.page_size, "nodes": t.nodes, "us": round(t.us, 2)} for t in timings]

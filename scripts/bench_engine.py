@@ -1,10 +1,12 @@
 """Measures the engine's own costs on a real model; prints medians, never asserts.
 
-    python scripts/bench_engine.py [--model M] [--soak-minutes N] [--json FILE]
+    python scripts/bench_engine.py [--model M] [--soak-minutes N | --host] [--json FILE]
 
 decode      host, preparation and device time of a decode step at batch 1, 8 and 32; "busy" is CPU seconds a second:
             below 1.8 on two threads another program took the cores, and the row should not be quoted
 prefix hit  time to first token of a 2,048-token prompt, cold and with its first 2,000 tokens cached
+host        with --host: milliseconds of the engine thread's CPU time in a decode step at batch 32 and 256 outside the
+            model and its logits, and what they are spent on. CPU time, so that a busy machine changes little
 soak        a mixed load (shared prefixes, aborts, a pool too small for all) for some minutes: memory before and after
 """
 
@@ -14,12 +16,15 @@ import argparse
 import json
 import statistics
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from engine import LLM, SamplingParams
+from engine.runner import ModelRunner
 
 Result = dict[str, Any]
 PARTS = ("host", "prepare", "device")
@@ -48,6 +53,63 @@ def decode_steps(llm: LLM, batch: int, context: int = 256, num_steps: int = 64) 
     }
 
 
+class ThreadTimes:
+    """CPU seconds of this thread in some calls of an engine's step, by name; a call inside another counts in both."""
+
+    def __init__(self, llm: LLM) -> None:
+        core, runner = llm.core, llm.core.runner
+        assert isinstance(runner, ModelRunner)
+        self.spent: dict[str, float] = defaultdict(float)
+        calls = (
+            ("plan", core.scheduler, "launch"),
+            ("inputs", runner, "_prepare"),
+            ("runner", runner, "launch"),
+            ("model", runner.model, "forward"),
+            ("logits", runner.model, "logits"),
+            ("results", core.scheduler, "process"),
+        )
+        for name, owner, method in calls:
+            setattr(owner, method, self._timed(name, getattr(owner, method)))
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return call(*args)
+            finally:
+                self.spent[name] += time.thread_time() - start
+
+        return timed
+
+    def take(self, total: float) -> Result:
+        """Milliseconds since the last call, of which `total` seconds were a whole step's; parts that do not overlap."""
+        spent, self.spent = self.spent, defaultdict(float)
+        model = spent["model"] + spent["logits"]
+        sampling = spent["runner"] - spent["inputs"] - model
+        named = {"plan": spent["plan"], "inputs": spent["inputs"], "sampling": sampling, "results": spent["results"]}
+        parts = {"host": total - model, **named, "rest": total - model - sum(named.values())}
+        return {f"{name}_ms": seconds * 1e3 for name, seconds in parts.items()}
+
+
+def host_steps(llm: LLM, times: ThreadTimes, batch: int, context: int, num_steps: int) -> Result:
+    """Medians of what a greedy decode step of `batch` requests costs outside the model."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=2 * batch + num_steps, ignore_eos=True)
+    rng = np.random.default_rng(batch)
+    prompts = rng.integers(100, 40_000, (batch, context)).astype(np.int32) % llm.core.vocab_size
+    requests = [request for prompt in prompts for request in llm.core.add(prompt, params)]
+    while any(request.num_output == 0 for request in requests):
+        llm.core.step()
+    steps = []
+    times.take(0.0)
+    for _ in range(num_steps):
+        start = time.thread_time()
+        llm.core.step()
+        steps.append(times.take(time.thread_time() - start))
+    for request in requests:
+        llm.core.abort(request.id)
+    return {"what": f"host batch {batch}"} | {name: statistics.median(s[name] for s in steps) for name in steps[0]}
+
+
 def prefix_hit(llm: LLM, rounds: int = 5, length: int = 2048, cached: int = 2000) -> Result:
     """Time to first token with and without a cached prefix; medians of paired rounds."""
     one = SamplingParams(temperature=0.0, max_new_tokens=1)
@@ -69,7 +131,9 @@ def prefix_hit(llm: LLM, rounds: int = 5, length: int = 2048, cached: int = 2000
 
 def soak(llm: LLM, minutes: float) -> Result:
     """A mixed load for some minutes; resident memory is sampled after a warm-up of a tenth of it."""
-    for layer in llm.core.runner.kv.layers:  # touch the pool first: what grows afterwards is the engine's own
+    runner = llm.core.runner
+    assert isinstance(runner, ModelRunner)
+    for layer in runner.kv.layers:  # touch the pool first: what grows afterwards is the engine's own
         layer.k.zero_()
         layer.v.zero_()
     rng = np.random.default_rng(1)
@@ -113,10 +177,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--soak-minutes", type=float, default=0.0)
+    parser.add_argument("--host", action="store_true", help="only what a decode step costs outside the model")
+    parser.add_argument("--context", type=int, default=512, help="prompt tokens of --host")
+    parser.add_argument("--steps", type=int, default=32, help="decode steps of --host")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = []
-    if args.soak_minutes:
+    if args.host:
+        sizes = (32, 256)
+        tokens = max(sizes) * (args.context + args.steps + 2 * max(sizes) + 32)
+        llm = LLM(args.model, max_total_tokens=tokens, max_running_requests=max(sizes))
+        times = ThreadTimes(llm)
+        results += [host_steps(llm, times, size, args.context, args.steps) for size in sizes]
+    elif args.soak_minutes:
         results.append(soak(LLM(args.model, max_total_tokens=4096), args.soak_minutes))
     else:
         llm = LLM(args.model, max_total_tokens=32768)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -271,6 +272,105 @@ def test_a_worker_gives_every_engine_the_same_prompts() -> None:
     assert all(100 <= token < 800 for prompt in asked for token in prompt)
 
 
+def test_no_two_prompts_of_conversations_are_alike_and_every_engine_gets_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command = {"do": "turns", "seed": 7, "sessions": 3, "turns": 4, "new": 5, "out": 2}
+    held: list[Any] = []
+
+    class Recorder:
+        version, vocab_size = "0", 1000
+
+        def turns(self, turns: list[Any], num_out: int) -> None:
+            held.append((turns, num_out))
+
+    assert worker.answer(Recorder(), command)["tokens"] == 3 * 4 * 2
+    worker.answer(Recorder(), command)
+    worker.answer(Recorder(), command | {"seed": 8})
+    assert held[0] == held[1]
+    (said, num_out), (other, _) = held[0], held[2]
+    assert num_out == 2
+    assert [[len(prompt) for prompt in turn] for turn in said] == [[5] * 3] * 4
+    prompts = [tuple(prompt) for turns in (said, other) for turn in turns for prompt in turn]
+    assert len(set(prompts)) == 2 * 3 * 4
+
+
+def test_rung_computes_each_token_of_a_conversation_once(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    sizes = {"threads": torch.get_num_threads(), "max_batch": 1, "max_len": 64, "sessions": 2, "session_len": 60}
+    options = argparse.Namespace(model=str(tiny_path), dtype="float32", quantization=None, **sizes)
+    engine = load("rung_worker").RungEngine(options)
+    engine.turns([[[5, 6, 7], [8, 9, 10]], [[11, 12, 13], [14, 15, 16]]], 4)
+    computed = sum(timing.num_tokens for timing in engine.llm.core.timings)
+    assert computed == 2 * (2 * (3 + 4) - 1)  # the last token of an answer is known, not computed
+    assert engine.llm.audit() == []
+    assert engine.kv_bytes > 0
+    assert engine.weight_bytes > 0
+
+
+def test_quantised_forms_are_made_from_the_model_and_keep_its_norms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gguf import GGUFReader, GGUFWriter
+    from gguf.quants import dequantize
+
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    convert = load("convert")
+    values = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+    source = tmp_path / "model.gguf"
+    writer = GGUFWriter(source, "llama")
+    for name, tensor in (("token_embd.weight", values), ("blk.0.ffn_up.weight", values), ("norm.weight", values[0])):
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    found = {}
+    for form in ("q8_0", "q4_0", "bfloat16"):
+        path = convert.model_for("gguf", source, form, tmp_path / "models")
+        found[form] = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    types = {form: [tensor.tensor_type.name for tensor in tensors.values()] for form, tensors in found.items()}
+    assert types == {
+        "q8_0": ["Q8_0", "Q8_0", "F32"],
+        "q4_0": ["Q8_0", "Q4_0", "F32"],
+        "bfloat16": ["BF16", "BF16", "F32"],
+    }
+    largest = np.abs(values.reshape(4, 2, 32)).max(-1, keepdims=True)
+    for form, steps in (("q8_0", 127), ("q4_0", 8)):
+        up = found[form]["blk.0.ffn_up.weight"]
+        error = np.abs(dequantize(up.data, up.tensor_type) - values).reshape(4, 2, 32)
+        assert (error <= largest / steps * 1.02).all()
+    assert np.array_equal(found["q4_0"]["norm.weight"].data, values[0])
+    assert convert.model_for("own", source, "file", tmp_path) == source
+    assert convert.model_for("own", source, "bfloat16", tmp_path) == source
+    assert convert.model_for("own-bf16", source, "q4_0", tmp_path / "models").name == "model-bfloat16.gguf"
+    assert convert.model_for("own", source, "q4_0", tmp_path / "models").name == "model-q4_0.gguf"
+    assert convert.model_for("gguf-f16", source, "bfloat16", tmp_path / "models").name == "model-float16.gguf"
+
+
+def test_starts_take_turns_and_one_that_fails_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    starts = load("starts")
+    started: list[str] = []
+
+    def start_once(launch: Any, num_tokens: int) -> Any:
+        assert num_tokens == 64
+        started.append(launch.name)
+        if launch.name == "bad":
+            raise starts.SetupError("no room")
+        return starts.Start(launch.name, float(len(started)), 900 << 20, 200 << 20, 300 << 20)
+
+    monkeypatch.setattr(starts, "start_once", start_once)
+    skipped: dict[str, str] = {}
+    launches = [SimpleNamespace(name=name) for name in ("rung", "bad", "peer")]
+    found = starts.measure_starts(launches, skipped, 2, 64, lambda text: None)
+    assert started == ["rung", "bad", "peer", "rung", "peer", "peer", "rung"]
+    assert skipped == {"bad": "no room"}
+    assert [one.engine for one in found] == ["rung", "peer", "peer", "rung"]
+    assert starts.start_lines(found)[2].split() == ["rung", "5.5", "(4.0", "-", "7.0)", "900", "200", "300", "400"]
+
+
 def test_converted_weights_are_the_sources_and_the_config_reads_back(
     tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,3 +392,25 @@ def test_a_peer_that_cannot_be_installed_says_why(tmp_path: Path, monkeypatch: p
     peer = environments.Peer("p", "p_worker.py", "gguf", requirements=("nothing==1",))
     with pytest.raises(environments.SetupError, match=r"see .*p\.log: no room left"):
         environments.python_of(peer, tmp_path / "envs")
+
+
+def test_an_environment_is_made_once_in_order_and_shared_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, python = tmp_path / "calls", tmp_path / "python"
+    make = 'if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi'
+    python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n{make}\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(environments.sys, "executable", str(python))
+    pins = {"requirements": ("big==1",), "alone": ("beside==2",), "removed": ("harmful",), "preloads": ("lib/x.so",)}
+    first = environments.Peer("first", "w.py", "gguf", **pins)
+    second = environments.Peer("second", "w.py", "gguf", home="first", **pins)
+    for peer in (first, second, first):
+        assert environments.python_of(peer, tmp_path / "envs") == tmp_path / "envs" / "first" / "bin" / "python"
+    made = [line.replace("-m pip --disable-pip-version-check ", "") for line in calls.read_text().splitlines()]
+    assert made[1:] == ["install --verbose big==1", "install --verbose --no-deps beside==2", "uninstall --yes harmful"]
+    assert "LD_PRELOAD" not in environments.variables_of(second, tmp_path / "envs", 2)
+    (tmp_path / "envs" / "first" / "lib").mkdir()
+    (tmp_path / "envs" / "first" / "lib" / "x.so").touch()
+    found = environments.variables_of(second, tmp_path / "envs", 2)["LD_PRELOAD"]
+    assert found == str(tmp_path / "envs" / "first" / "lib" / "x.so")
