@@ -113,6 +113,7 @@ class SessionSlot:
         else:
             self.record.rewind(legal)
             self._allocator.trim(self.record)
+            self._allocator.slide_window(self.record)  # an aborted turn's last result was committed, and no more
 
     def demote(self, tokens: IntArray) -> None:
         """Leave the whole pages to the tree and give the row back. Raises OwnershipError while a turn has it."""
