@@ -28,7 +28,8 @@ def legal_len(record: ReqKvInfo, wanted: int) -> int:
     if record.state is not None:
         length = record.state.seq_len if record.state.seq_len <= length else 0
     reach = max((family.window for family in record.geometry.families if family.window is not None), default=0)
-    has_window = record.swa_evicted_seqlen == 0 or length - reach >= record.swa_evicted_seqlen
+    # The token at `length` is computed next: it reads `[length + 1 - reach, length]`.
+    has_window = record.swa_evicted_seqlen == 0 or length + 1 - reach >= record.swa_evicted_seqlen
     return length if length >= record.cache_protected_len and has_window else 0
 
 
