@@ -31,20 +31,12 @@ FAULTS = (
         "windows",
     ),
     Fault(
-        "a window has no page to spare for a token that is taken back",
-        f"{ALLOCATOR}.slide_window",
-        "max(0, record.kv_committed_len - 1)",
-        "record.kv_committed_len",
-        "turn hits",
-        "windows",
-    ),
-    Fault(
         "an aborted turn's row keeps what its window left",
         "session.slot:SessionSlot.rewind",
         "self._allocator.slide_window(self.record)",
         "pass",
         "windows",
-        "chat",
+        "windows",
     ),
     Fault(
         "a page that the window left keeps its place in the table",
@@ -75,7 +67,7 @@ FAULTS = (
         "mem_cache.allocation:plan_release",
         "record.swa_evicted_seqlen, hi",
         "lo, hi",
-        "audit",
+        "crash",
         "windows",
     ),
     Fault(
