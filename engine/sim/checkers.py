@@ -246,6 +246,9 @@ class Hits:
                 raise BrokenPromise("hits", f"{ticket.request.id} took {hit} tokens where {owed} are cached")
             world.marks["hit owed"] += owed > 0
         world.marks["hit"] += hit > 0
+        if hit and world.config.window is not None and ticket.request.lock is not None:
+            pages = world.families.tree.pages(ticket.request.lock, "window")
+            world.marks["hit behind a lost window"] += not pages[: page_count(hit, page_size)].all()
 
 
 @dataclass(slots=True)
@@ -486,6 +489,8 @@ class Windows:
                     self._check(world, session.slot.record)
         world.marks["window evicted"] += world.families.num_evicted
         world.families.num_evicted = 0
+        if world.config.resume_unit == "token":  # else a held row may have been cut at a page border
+            world.marks["window shortens a hit"] = world.core.scheduler.misses["clamped"]
 
     def _check(self, world: World, record: ReqKvInfo) -> None:
         page_size, protected = world.config.page_size, record.cache_protected_len

@@ -31,14 +31,6 @@ FAULTS = (
         "windows",
     ),
     Fault(
-        "an aborted turn's row keeps what its window left",
-        "session.slot:SessionSlot.rewind",
-        "self._allocator.slide_window(self.record)",
-        "pass",
-        "windows",
-        "windows",
-    ),
-    Fault(
         "a page that the window left keeps its place in the table",
         f"{ALLOCATOR}.slide_window",
         "self._unname(family.name, record.row, lo, end), record",
@@ -117,7 +109,7 @@ FAULTS = (
         "self._paged if length > shared",
         "self._paged[:1] if length > shared",
         "tokens",
-        "siblings",
+        "windows",
     ),
     Fault(
         "a fork forgets how far its parent's window went",
