@@ -135,7 +135,7 @@ FOCUS = {
     "siblings": frozenset({"n", "time limit", "logprobs", "abort", "disconnect"}),
     "branches": frozenset({"branch", "abort running"}),
     "trouble": frozenset({"n", "after", "hold fence", "not finite", "bump", "retract"}),
-    "windows": frozenset({"chat", "after", "abort running"}),
+    "windows": frozenset({"after"}),
 }
 """Traits and kinds that every script of a profile has: what is rare together meets more often there."""
 

@@ -116,7 +116,7 @@ FAULTS = (
         f"{ALLOCATOR}.fork",
         "child.slide_window(parent.swa_evicted_seqlen)",
         "pass",
-        "audit",
+        "crash",
         "windows",
     ),
     Fault(
