@@ -201,7 +201,7 @@ class Hits:
             request = ticket.request
             if request.cached_tokens is not None and ticket.cursor is None:
                 self._check(world, ticket, request.cached_tokens)
-                ticket.cursor = Cursor()
+                ticket.cursor, ticket.num_evicted = Cursor(), self.num_evicted
                 world.known.add(ticket.namespace, ticket.prompt, ticket.cursor)
             if request.finish is not None or request.num_retractions != ticket.num_retractions:
                 ticket.num_retractions = request.num_retractions
@@ -219,10 +219,14 @@ class Hits:
                 self._remember_windows(world, ticket)
 
     def _remember_windows(self, world: World, ticket: Ticket) -> None:
-        """Where its windows are whole: at its end, and in the part of its prompt that it computed."""
+        """Where its windows are whole: at its end, and in the part of its prompt that it computed.
+
+        Its lock kept the last of them only, so that part holds when nothing was evicted since it was admitted.
+        """
         page_size, tokens = world.config.page_size, ticket.tokens[:-1]
-        start = ticket.request.cached_tokens or 0
-        for end in range(start + page_size, len(ticket.prompt) + 1, page_size):
+        start = (ticket.request.cached_tokens or 0) + page_size
+        num_owed = len(ticket.prompt) if ticket.num_evicted == self.num_evicted else 0
+        for end in range(start, num_owed + 1, page_size):
             world.published.add_one(ticket.namespace, tokens[:end])
         world.published.add_one(ticket.namespace, tokens[: floor_page(len(tokens), page_size)])
 

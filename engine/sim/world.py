@@ -98,6 +98,7 @@ class Ticket:
         num_retractions: retractions that were there at the last look.
         session: whose turn it is; the session keeps the row when the turn ends.
         cursor: how much of its text the cache may know because of it; None before it was admitted.
+        num_evicted: pages that the tree had let go when it was admitted.
     """
 
     key: int
@@ -115,6 +116,7 @@ class Ticket:
     num_retractions: int = 0
     session: int | None = None
     cursor: Cursor | None = None
+    num_evicted: int = 0
 
     @property
     def namespace(self) -> tuple[int, str | None]:

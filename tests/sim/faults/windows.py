@@ -141,7 +141,7 @@ FAULTS = (
         "for family in shared:",
         "for family in shared[:1]:",
         "audit",
-        "chat",
+        "windows",
     ),
     # Sessions.
     Fault(
