@@ -116,8 +116,8 @@ FAULTS = (
         f"{ALLOCATOR}.fork",
         "child.slide_window(parent.swa_evicted_seqlen)",
         "pass",
-        "crash",
-        "windows",
+        "audit",
+        "chat",
     ),
     Fault(
         "a fork keeps its parent's window table and no count of it",
@@ -135,21 +135,13 @@ FAULTS = (
         "audit",
         "chat",
     ),
-    Fault(
-        "a shared tail is copied in the full family only",
-        f"{ALLOCATOR}.own_tail",
-        "for family in shared:",
-        "for family in shared[:1]:",
-        "audit",
-        "windows",
-    ),
     # Sessions.
     Fault(
         "a row is continued where its window has gone",
         "session.slot:legal_len",
         "length + 1 - reach >= record.swa_evicted_seqlen",
         "length + 1 >= record.swa_evicted_seqlen",
-        "tokens",
+        "crash",
         "chat",
     ),
     # The tree.
