@@ -15,8 +15,8 @@ from engine.request import Request, RequestStatus, TokenLogprob
 from engine.scheduler.queue import PATIENCE
 from engine.sim.failures import BrokenPromise, Leak, NoProgress, Unfair, WrongToken
 from engine.sim.oracle import INDEX, MASK, Cursor, extended_hash, next_token, score, text_hash
-from engine.sim.world import VOCAB_SIZE, Ticket, World, name_of
-from mem_cache.kv_info import ReqKvInfo
+from engine.sim.window_checker import Windows
+from engine.sim.world import VOCAB_SIZE, Ticket, World, WorldConfig, name_of
 
 Moment = Literal["start", "launched", "collected", "idle"]
 
@@ -30,10 +30,11 @@ class Checker(Protocol):
     def look(self, world: World, moment: Moment) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
 class Audit:
-    """The owner census, after every half step."""
+    """The owner census, after every step or after both halves of it."""
 
-    moments: tuple[Moment, ...] = ("launched", "collected", "idle")
+    moments: tuple[Moment, ...]
 
     def look(self, world: World, moment: Moment) -> None:
         if violations := world.core.audit():
@@ -472,43 +473,10 @@ class Width:
                 raise Leak("width", f"no turn computes on {record}")
 
 
-class Windows:
-    """A row gives back what lies before its window, by whole pages, and nobody waits for a page of the window's pool.
-
-    The window that it keeps is that of the page border at or before its last token but one: it may be cut to there.
-    """
-
-    moments: tuple[Moment, ...] = ("launched", "collected")
-
-    def look(self, world: World, moment: Moment) -> None:
-        if world.config.window is None:
-            return
-        if world.allocator.num_scarcer:
-            raise BrokenPromise("windows", "a plan lacked pages of the window, which are as many as rows can need")
-        if moment == "collected":
-            for request in world.core.scheduler.running:
-                self._check(world, request.kv)
-            for session in world.core.sessions.sessions():
-                if session.slot.is_idle:
-                    self._check(world, session.slot.record)
-        world.marks["window evicted"] += world.families.num_evicted
-        world.families.num_evicted = 0
-        if world.config.resume_unit == "token":  # else a held row may have been cut at a page border
-            world.marks["window shortens a hit"] = world.core.scheduler.misses["clamped"]
-
-    def _check(self, world: World, record: ReqKvInfo) -> None:
-        page_size, protected = world.config.page_size, record.cache_protected_len
-        border = floor_page(max(0, record.kv_committed_len - 1), page_size)
-        kept = max(protected, border - ceil_page(world.config.window or 0, page_size))
-        if world.allocator.rows.pages("window", record.row, protected, kept).any():
-            raise Leak("windows", f"pages before {kept} are read by nobody: {record}")
-        world.marks["window slid"] += record.swa_evicted_seqlen > protected
-
-
-def checkers() -> list[Checker]:
+def checkers(config: WorldConfig) -> list[Checker]:
     """New checkers for one run, in the order of their looks."""
     half_steps = (
-        Audit(),
+        Audit(("launched", "collected", "idle") if config.audits_halves else ("collected", "idle")),
         Tokens(),
         Logprobs(),
         Reports(),

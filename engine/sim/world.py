@@ -45,6 +45,7 @@ class WorldConfig:
         window: tokens that layers with a sliding window read, whose pages are a family of their own; None: there are
             no such layers. Its pool has the size that the engine gives it (`mem_cache.sizing`).
         max_live: arrivals are dropped while so many requests are not finished.
+        audits_halves: the books are audited after both halves of each step, not only after the whole.
         is_canary: the executor errs now and then, so a run that ends clean proves that nobody looks.
     """
 
@@ -62,6 +63,7 @@ class WorldConfig:
     caching: bool = True
     overlap: bool = False
     max_live: int = 12
+    audits_halves: bool = True
     is_canary: bool = False
 
     @property

@@ -162,14 +162,6 @@ FAULTS = (
         "windows",
     ),
     Fault(
-        "a prefix is refused although its window is there",
-        f"{WINDOW}.legal_end",
-        "end - self.num_read",
-        "end - self.num_read - 1",
-        "hits",
-        "windows",
-    ),
-    Fault(
         "a lock keeps one page of its window too few",
         f"{WINDOW}._kept",
         "anchor, self.num_read",
