@@ -202,7 +202,10 @@ def sim(
     profile: Annotated[
         str,
         typer.Option(
-            help="Which worlds: mixed, tiny, wide, chat, siblings, trouble, branches, all in turn, canary (must fail)."
+            help=(
+                "Which worlds: mixed, tiny, wide, chat, siblings, trouble, branches, windows, all in turn, "
+                "canary (must fail)."
+            )
         ),
     ] = "mixed",
     minutes: Annotated[float, typer.Option(help="Run seeds for so long instead.")] = 0.0,

@@ -28,7 +28,8 @@ def legal_len(record: ReqKvInfo, wanted: int) -> int:
     if record.state is not None:
         length = record.state.seq_len if record.state.seq_len <= length else 0
     reach = max((family.window for family in record.geometry.families if family.window is not None), default=0)
-    has_window = record.swa_evicted_seqlen == 0 or length - reach >= record.swa_evicted_seqlen
+    # The token at `length` is computed next: it reads `[length + 1 - reach, length]`.
+    has_window = record.swa_evicted_seqlen == 0 or length + 1 - reach >= record.swa_evicted_seqlen
     return length if length >= record.cache_protected_len and has_window else 0
 
 
@@ -113,6 +114,7 @@ class SessionSlot:
         else:
             self.record.rewind(legal)
             self._allocator.trim(self.record)
+            self._allocator.slide_window(self.record)  # an aborted turn's last result was committed, and no more
 
     def demote(self, tokens: IntArray) -> None:
         """Leave the whole pages to the tree and give the row back. Raises OwnershipError while a turn has it."""

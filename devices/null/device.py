@@ -1,8 +1,10 @@
 """Memory without arithmetic: a slot holds which token at which position was written there, and nothing else.
 
 The "forward" of a row is a hash of all pairs that are read through its page table over `[0, seq)`, so an aliased, a
-stale, a freed or a wrongly clamped page gives another token than the row's own tokens would. A page is spoiled when it
-becomes free. The registry does not know this device: it has no attention, nothing but a simulation can use it.
+stale, a freed or a wrongly clamped page gives another token than the row's own tokens would. A family with a window is
+memory of its own, read through its own page table over the window only, and the token depends on both hashes. A page is
+spoiled when it becomes free. The registry does not know this device: it has no attention, nothing but a simulation can
+use it.
 
 Rows are short and a simulation reads them very often, so everything here is lists and Python's integers, of which a
 page remembers what it adds to the hash. That is forgotten with every change of its content and holds for one place in
@@ -29,6 +31,7 @@ INDEX_FACTOR = 0x9E3779B97F4A7C15
 POSITION_FACTOR = 0xC2B2AE3D27D4EB4F
 TOKEN_FACTOR = 0x165667B19E3779F9
 MIX_FACTOR = 0xBF58476D1CE4E5B9
+WINDOW_FACTOR = 0x94D049BB133111EB
 """Odd constants of well-known hashes (xxHash, SplitMix64); the oracle computes the same on its own."""
 
 PAIR_FACTORS = np.array([POSITION_FACTOR, TOKEN_FACTOR], dtype=np.uint64)
@@ -57,8 +60,13 @@ def null_capabilities(page_size: int, *, resume_unit: ResumeUnit = "token", over
     )
 
 
+def window_text_hash(full: int, window: int) -> int:
+    """What a token depends on when some layers read everything and others a window."""
+    return full + window * WINDOW_FACTOR & ALL_64_BITS
+
+
 class NullKv:
-    """KV of `num_pages` pages and the padding page. A table is the page ids of one row, in order.
+    """KV of `num_pages` pages of one family and the padding page. A table is the page ids of one row, in order.
 
     Attributes:
         weights_version: what the pairs of the next write carry.
@@ -93,18 +101,21 @@ class NullKv:
             del self._sums[page][lo:]
             self._whole_place[page] = NOWHERE
 
-    def read(self, table: Sequence[int], length: int) -> int:
-        """Hash of every slot of `[0, length)` of a row, 64 bits."""
+    def read(self, table: Sequence[int], length: int, start: int = 0) -> int:
+        """Hash of every slot of `[start, length)` of a row, 64 bits."""
+        first, skipped = page_split(start, self._page_size)
         num_whole, rest = page_split(length, self._page_size)
-        whole = table[:num_whole]
-        if list(map(self._whole_place.__getitem__, whole)) != self._places[:num_whole]:
-            for place in range(num_whole):
+        whole = table[first:num_whole]
+        if list(map(self._whole_place.__getitem__, whole)) != self._places[first:num_whole]:
+            for place in range(first, num_whole):
                 page = table[place]
                 self._whole[page] = self._sum(page, place, self._page_size)
                 self._whole_place[page] = place
         total = sum(map(self._whole.__getitem__, whole))
         if rest:
             total += self._sum(table[num_whole], num_whole, rest)
+        if skipped:
+            total -= self._sum(table[first], first, skipped)
         return total & ALL_64_BITS
 
     def _sum(self, page: int, place: int, num_slots: int) -> int:

@@ -14,7 +14,8 @@ from devices.pages import ceil_page, floor_page, is_whole_pages, page_count
 from engine.request import Request, RequestStatus, TokenLogprob
 from engine.scheduler.queue import PATIENCE
 from engine.sim.failures import BrokenPromise, Leak, NoProgress, Unfair, WrongToken
-from engine.sim.oracle import INDEX, MASK, Cursor, extended_hash, next_token, score
+from engine.sim.oracle import INDEX, MASK, Cursor, extended_hash, next_token, score, text_hash
+from engine.sim.window_checker import Windows
 from engine.sim.world import VOCAB_SIZE, Ticket, World, WorldConfig, name_of
 
 Moment = Literal["start", "launched", "collected", "idle"]
@@ -49,6 +50,11 @@ class Idle:
         stats = world.core.stats()
         if stats["free_pages"] + stats["tree_evictable_pages"] != stats["num_pages"]:
             raise Leak("idle", f"pages are lost: {stats}")
+        for component in world.families.tree.components:
+            pool = world.families.pools[component.family]
+            in_tree = sum(len(component.owned(n.held[component.family])) for n in world.families.tree.nodes())
+            if pool.num_free + in_tree != pool.num_pages:
+                raise Leak("idle", f"{pool.num_free} of {pool.num_pages} {pool.family} pages are free, {in_tree} kept")
         if stats["free_rows"] != stats["num_rows"] or world.core.allocator.tree.receipts:
             raise Leak("idle", f"rows or locks are lost: {stats}")
         if world.tickets:
@@ -122,7 +128,7 @@ class Logprobs:
                 continue
             start = ticket.request.params.logprob_start_len
             want: list[object] = [] if start else [None]
-            want += self._wanted(ticket, max(1, start) if start >= 0 else len(ticket.prompt))
+            want += self._wanted(ticket, max(1, start) if start >= 0 else len(ticket.prompt), world.config.window)
             got = [*scores.prompt, *scores.output]
             if len(scores.output) != ticket.request.num_output or got != want:
                 place = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), "the end")
@@ -130,18 +136,19 @@ class Logprobs:
             world.marks["scored"] += 1
             world.marks["scored prompt"] += start >= 0
 
-    def _wanted(self, ticket: Ticket, first: int) -> list[TokenLogprob]:
+    def _wanted(self, ticket: Ticket, first: int, window: int | None) -> list[TokenLogprob]:
         """Of the tokens from place `first` on, with what the request wants to see beside each."""
         params, tokens, version = ticket.request.params, ticket.tokens, ticket.weights_version
-        text, wanted = extended_hash(0, 0, tokens[:first], version), []
+        full, wanted = extended_hash(0, 0, tokens[:first], version), []
         for place, token in enumerate(tokens[first:], start=first):
+            text = text_hash(full, window, tokens, place, version)
             best = [
                 next_token((text + (n + 1) * INDEX) & MASK, 0, None, VOCAB_SIZE) for n in range(params.top_logprobs_num)
             ]
             top = tuple((one, score(text, one)) for one in best)
             extra = tuple((one, score(text, one)) for one in params.token_ids_logprob)
             wanted.append(TokenLogprob(token, score(text, token), top, extra))
-            text = extended_hash(text, place, (token,), version)
+            full = extended_hash(full, place, (token,), version)
         return wanted
 
 
@@ -195,7 +202,7 @@ class Hits:
             request = ticket.request
             if request.cached_tokens is not None and ticket.cursor is None:
                 self._check(world, ticket, request.cached_tokens)
-                ticket.cursor = Cursor()
+                ticket.cursor, ticket.num_evicted = Cursor(), self.num_evicted
                 world.known.add(ticket.namespace, ticket.prompt, ticket.cursor)
             if request.finish is not None or request.num_retractions != ticket.num_retractions:
                 ticket.num_retractions = request.num_retractions
@@ -207,7 +214,22 @@ class Hits:
         finish = ticket.request.finish
         is_alone = ticket.session is None and ticket.request.params.n == 1
         if world.config.caching and is_alone and finish is not None and finish.reason in ("stop", "length"):
-            world.published.add(ticket.namespace, ticket.tokens[:-1], Cursor())
+            if world.config.window is None:
+                world.published.add(ticket.namespace, ticket.tokens[:-1], Cursor())
+            else:
+                self._remember_windows(world, ticket)
+
+    def _remember_windows(self, world: World, ticket: Ticket) -> None:
+        """Where its windows are whole: at its end, and in the part of its prompt that it computed.
+
+        Its lock kept the last of them only, so that part holds when nothing was evicted since it was admitted.
+        """
+        page_size, tokens = world.config.page_size, ticket.tokens[:-1]
+        start = (ticket.request.cached_tokens or 0) + page_size
+        num_owed = len(ticket.prompt) if ticket.num_evicted == self.num_evicted else 0
+        for end in range(start, num_owed + 1, page_size):
+            world.published.add_one(ticket.namespace, tokens[:end])
+        world.published.add_one(ticket.namespace, tokens[: floor_page(len(tokens), page_size)])
 
     def _check(self, world: World, ticket: Ticket, hit: int) -> None:
         length, page_size = len(ticket.prompt), world.config.page_size
@@ -229,6 +251,9 @@ class Hits:
                 raise BrokenPromise("hits", f"{ticket.request.id} took {hit} tokens where {owed} are cached")
             world.marks["hit owed"] += owed > 0
         world.marks["hit"] += hit > 0
+        if hit and world.config.window is not None and ticket.request.lock is not None:
+            pages = world.families.tree.pages(ticket.request.lock, "window")
+            world.marks["hit behind a lost window"] += not pages[: page_count(hit, page_size)].all()
 
 
 @dataclass(slots=True)
@@ -335,7 +360,7 @@ class Fences:
 
     def look(self, world: World, moment: Moment) -> None:
         for late in world.fences:
-            if world.runner.kv.content(late.pages) != late.content:
+            if any(world.runner.kv[f].content(pages) != late.content[f] for f, pages in late.pages.items()):
                 raise BrokenPromise("fences", f"pages changed under a reader, {late.lift_at - world.step} steps early")
 
 
@@ -367,7 +392,7 @@ class TurnHits:
     """A turn continues from all that its session's row holds when it is admitted, as far as the device can.
 
     Attributes:
-        held: before the launch, of each session with an idle row: readable tokens and those that are the tree's.
+        held: before the launch, of each session with an idle row: readable tokens, and where its turn continues.
     """
 
     moments: tuple[Moment, ...] = ("start", "launched")
@@ -376,30 +401,33 @@ class TurnHits:
     def look(self, world: World, moment: Moment) -> None:
         turns = [t for t in world.tickets if t.session is not None and t.cursor is None]
         if moment == "start":
-            self.held = {t.session: held for t in turns if t.session is not None and (held := _held(world, t.session))}
+            self.held = {t.session: held for t in turns if t.session is not None and (held := _held(world, t))}
             return
         for ticket in turns:
             hit, session = ticket.request.cached_tokens, ticket.session
             if hit is None or session is None:
                 continue
-            readable, protected = self.held.get(session, (0, 0))
+            readable, owed = self.held.get(session, (0, 0))
             is_right = world.row_versions.get(session) == ticket.weights_version
             gave_way = any(one is ticket.request.held for one in world.allocator.demoted)
             world.row_versions[session] = ticket.weights_version
-            owed = min(readable, len(ticket.prompt) - 1)
-            if world.config.resume_unit == "page" or owed < protected:
-                owed = floor_page(owed, world.config.page_size)
             if owed and is_right and not gave_way:
                 world.marks["turn owed"] += 1
                 if hit < owed:
                     raise BrokenPromise("turn hits", f"{ticket.request.id} took {hit} tokens of its row's {readable}")
 
 
-def _held(world: World, session: int) -> tuple[int, int] | None:
-    """Readable tokens of a session's idle row, and how many of them are the tree's."""
+def _held(world: World, ticket: Ticket) -> tuple[int, int] | None:
+    """Readable tokens of the idle row of a turn's session, and from which of them on the turn must continue."""
+    assert ticket.session is not None
     for one in world.core.sessions.sessions():
-        if one.id == name_of(session) and one.slot.is_idle:
-            return one.slot.record.kv_committed_len, one.slot.record.cache_protected_len
+        if one.id == name_of(ticket.session) and one.slot.is_idle:
+            record = one.slot.record
+            owed = min(record.kv_committed_len, len(ticket.prompt) - 1)
+            if world.config.resume_unit == "page" or owed < record.cache_protected_len:
+                owed = floor_page(owed, world.config.page_size)
+            is_cut = record.kv_committed_len >= len(ticket.prompt)  # one that is not has its window, whatever it names
+            return record.kv_committed_len, owed if not is_cut or world.has_window(record, owed) else 0
     return None
 
 
@@ -460,4 +488,4 @@ def checkers(config: WorldConfig) -> list[Checker]:
         Fairness(),
         Fences(),
     )
-    return [*half_steps, Evictions(), Demotions(), Width(), Idle()]
+    return [*half_steps, Evictions(), Demotions(), Width(), Windows(), Idle()]

@@ -1,20 +1,21 @@
 """Executes steps without a model: `ModelRunner`'s place, over the null device.
 
 It takes what a step carries in the order of a device: page tables, page copies, then the pages that became free since
-the last step are spoiled, then the new tokens are written and everything is read back through the page tables.
+the last step are spoiled, then the new tokens are written and everything is read back through the page tables. A row's
+window is read through the window's own table, over the window only.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 
 import numpy as np
 
 from devices.base import Capabilities
-from devices.null.device import SPOILED, NullKv, next_tokens, score
+from devices.null.device import SPOILED, NullKv, next_tokens, score, window_text_hash
 from devices.page_pool import PADDING_PAGE
 from devices.pages import IntArray, align_resume
 from engine.step import SamplingColumns, ScoreColumns, Scores, StepInput, StepOutput
@@ -24,12 +25,15 @@ from mem_cache.rows import table_width
 SEED_FACTOR = 0x2545F4914F6CDD1D
 """Spreads a seed, so that seed and position of a sampled token give one salt."""
 
+Tables = tuple[list[int], list[int]]
+"""Page ids of one row: of the full family, and of the window's; the full one's again where there is none."""
+
 
 class NullRunner:
     """One rank's executor over pairs instead of keys and values.
 
     Attributes:
-        kv: the pairs.
+        kv: the pairs, by family.
         nan_row: the row whose next result is not finite and whose new pairs are spoiled; None after that step.
         prepare_s, device_s: always 0: a simulation has no seconds.
         counts: nothing.
@@ -37,7 +41,7 @@ class NullRunner:
 
     def __init__(
         self,
-        num_pages: int,
+        num_pages: Mapping[str, int],
         num_rows: int,
         geometry: RowGeometry,
         capabilities: Capabilities,
@@ -45,8 +49,12 @@ class NullRunner:
         *,
         is_canary: bool = False,
     ) -> None:
-        """`is_canary`: every 10th step reads one page too few, as a wrong clamp would."""
-        self.kv = NullKv(num_pages, geometry.page_size)
+        """Args:
+
+        num_pages: of each family.
+        is_canary: every 10th step reads one page too few, as a wrong clamp would.
+        """
+        self.kv = {name: NullKv(n, geometry.page_size) for name, n in num_pages.items()}
         self.nan_row: int | None = None
         self.prepare_s = self.device_s = 0.0
         self.counts: Mapping[str, int] = {}
@@ -55,14 +63,19 @@ class NullRunner:
         self._is_canary = is_canary
         self._page_size = geometry.page_size
         width = table_width(geometry, geometry.families[0])
-        self._tables = [[PADDING_PAGE] * width for _ in range(num_rows + 1)]
-        self._freed: list[int] = []
+        self._tables = {name: [[PADDING_PAGE] * width for _ in range(num_rows + 1)] for name in num_pages}
+        self._freed: dict[str, list[int]] = {name: [] for name in num_pages}
+        self._full = self.kv["full"]
+        self._window = next((self.kv[f.name] for f in geometry.families if f.window is not None), None)
+        self._window_family = next((f.name for f in geometry.families if f.window is not None), "full")
+        self._window_len = next((f.window for f in geometry.families if f.window is not None), 0)
         self._launched: deque[StepInput] = deque()
         self._sampled: list[int] = []
 
-    def on_free(self, pages: IntArray) -> None:
-        """Pages became free; they are spoiled behind the copies that were ordered before."""
-        self._freed += pages.tolist()
+    def on_free(self, family: str) -> Callable[[IntArray], None]:
+        """Who is told of a family's pages that became free; they are spoiled behind the copies ordered before."""
+        freed = self._freed[family]
+        return lambda pages: freed.extend(pages.tolist())
 
     def launch(self, step: StepInput) -> None:
         """Take a step in."""
@@ -75,19 +88,23 @@ class NullRunner:
         """
         step = self._launched.popleft()
         for change in step.table_changes:
-            self._tables[change.row][change.start : change.start + len(change.pages)] = change.pages.tolist()
+            table = self._tables[change.family][change.row]
+            table[change.start : change.start + len(change.pages)] = change.pages.tolist()
         for copy in step.page_copies:
-            self.kv.copy_page(copy.source, copy.target)
-        if self._freed:
-            # A page that was taken again for a copy already has its new content.
-            self.kv.spoil(set(self._freed).difference(copy.target for copy in step.page_copies))
-            self._freed.clear()
+            self.kv[copy.family].copy_page(copy.source, copy.target)
+        for family, freed in self._freed.items():
+            if freed:
+                # A page that was taken again for a copy already has its new content.
+                copied = [copy.target for copy in step.page_copies if copy.family == family]
+                self.kv[family].spoil(set(freed).difference(copied))
+                freed.clear()
         batch, starts, num_new = step.rows.tolist(), step.starts.tolist(), step.num_new.tolist()
         if self._capabilities.resume_unit == "page":
             self._check_starts(starts, num_new)
-        tables = [self._tables[row] for row in batch]
+        full, window = self._tables["full"], self._tables[self._window_family]
+        tables = [(full[row], window[row]) for row in batch]
         if self._is_canary and step.step_id % 10 == 0:
-            tables = [[PADDING_PAGE, *table[1:]] for table in tables]
+            tables = [([PADDING_PAGE, *table[1:]], other) for table, other in tables]
         is_finite = [row != self.nan_row for row in batch]
         self.nan_row = None
         # A negative id stands for a token that the step before this one sampled.
@@ -95,7 +112,7 @@ class NullRunner:
         self._write(tables, starts, num_new, token_ids, is_finite)
         is_sampled = step.is_sampled.tolist()
         hashes = [
-            self.kv.read(table, start + n)
+            self._text(table, start + n)
             for table, start, n, samples in zip(tables, starts, num_new, is_sampled, strict=True)
             if samples
         ]
@@ -119,15 +136,33 @@ class NullRunner:
             scores,
         )
 
+    def _text(self, table: Tables, length: int) -> int:
+        """The hash of what the token behind a row's first `length` tokens reads."""
+        full = self._full.read(table[0], length)
+        if self._window is None:
+            return full
+        return window_text_hash(full, self._window.read(table[1], length, max(0, length - self._window_len)))
+
+    def _sees_its_window(self, table: Tables, start: int) -> bool:
+        """Whether the token at `start` reads through the window's table what the row's full pages hold.
+
+        The window of a chunk's last token does not reach back to that of its first; what a device computes of a wrong
+        one would be wrong KV, and no token of this step.
+        """
+        if self._window is None:
+            return True
+        lo = max(0, start + 1 - self._window_len)
+        return self._window.read(table[1], start, lo) == self._full.read(table[0], start, lo)
+
     def _prompt_texts(
-        self, wanted: ScoreColumns, tables: list[list[int]], starts: list[int], num_new: list[int]
+        self, wanted: ScoreColumns, tables: list[Tables], starts: list[int], num_new: list[int]
     ) -> list[tuple[int, int]]:
         """Of each prompt token to score: the hash of the text before it, and its id."""
         firsts = list(accumulate(num_new, initial=0))
         texts = []
         for place, target in zip(wanted.place.tolist(), wanted.target.tolist(), strict=True):
             row = bisect_right(firsts, place) - 1
-            texts.append((self.kv.read(tables[row], starts[row] + place - firsts[row] + 1), target))
+            texts.append((self._text(tables[row], starts[row] + place - firsts[row] + 1), target))
         return texts
 
     def _scores(self, wanted: ScoreColumns, scored: list[tuple[int, int]]) -> Scores:
@@ -145,7 +180,7 @@ class NullRunner:
 
     def _write(
         self,
-        tables: list[list[int]],
+        tables: list[Tables],
         starts: list[int],
         num_new: list[int],
         token_ids: list[int],
@@ -154,7 +189,11 @@ class NullRunner:
         """Write the new tokens of all rows; `token_ids` are those of one row after another."""
         first = 0
         for table, start, n, finite in zip(tables, starts, num_new, is_finite, strict=True):
-            self.kv.write(table, start, token_ids[first : first + n] if finite else [SPOILED] * n)
+            is_right = finite and (n == 1 or self._sees_its_window(table, start))
+            tokens = token_ids[first : first + n] if is_right else [SPOILED] * n
+            self._full.write(table[0], start, tokens)
+            if self._window is not None:
+                self._window.write(table[1], start, tokens)
             first += n
 
     def _check_starts(self, starts: list[int], num_new: list[int]) -> None:

@@ -15,6 +15,7 @@ MASK = 2**64 - 1
 INDEX_AND_POSITION = 0x9E3779B97F4A7C15 + 0xC2B2AE3D27D4EB4F
 INDEX = 0x9E3779B97F4A7C15
 TOKEN = 0x165667B19E3779F9
+WINDOW = 0x94D049BB133111EB
 MIX = 0xBF58476D1CE4E5B9
 SEED = 0x2545F4914F6CDD1D
 
@@ -45,6 +46,19 @@ def _extended_by_many(start: int, first: int, tokens: Sequence[int], weights_ver
     return (start + int((x ^ x >> np.uint64(32)).sum())) & MASK
 
 
+def text_hash(full: int, window: int | None, tokens: Sequence[int], length: int, weights_version: int) -> int:
+    """What the token behind the first `length` of these depends on.
+
+    Args:
+        full: hash of the text.
+        window: tokens that layers with a window read; None: there are none.
+    """
+    if window is None:
+        return full
+    lo = max(0, length - window)
+    return (full + extended_hash(0, lo, tokens[lo:length], weights_version) * WINDOW) & MASK
+
+
 def next_token(text_hash: int, length: int, seed: int | None, vocab_size: int) -> int:
     """The token behind a text of `length` tokens; `seed` is None for greedy."""
     salt = 0 if seed is None else seed * SEED + length
@@ -66,16 +80,17 @@ def continuation(
     weights_version: int,
     vocab: int,
     stop_ids: Collection[int] = (),
+    window: int | None = None,
 ) -> list[int]:
-    """The `num_new` tokens that follow a prompt; a stop id is the last one."""
-    text_hash, length = extended_hash(0, 0, prompt, weights_version), len(prompt)
-    tokens: list[int] = []
-    while len(tokens) < num_new and not (tokens and tokens[-1] in stop_ids):
-        token = next_token(text_hash, length, seed, vocab)
-        tokens.append(token)
-        text_hash = extended_hash(text_hash, length, (token,), weights_version)
-        length += 1
-    return tokens
+    """The `num_new` tokens that follow a prompt; a stop id is the last one. `window`: see `text_hash`."""
+    full, first = extended_hash(0, 0, prompt, weights_version), len(prompt)
+    text = list(prompt)
+    while len(text) - first < num_new and not (len(text) > first and text[-1] in stop_ids):
+        length = len(text)
+        token = next_token(text_hash(full, window, text, length, weights_version), length, seed, vocab)
+        text.append(token)
+        full = extended_hash(full, length, (token,), weights_version)
+    return text[first:]
 
 
 @dataclass(slots=True)
@@ -91,13 +106,17 @@ class KnownPrefixes:
     """Which prefixes somebody has computed, by everything that decides their KV: what a cache may know at most.
 
     Prefixes are whole pages, and known by their hash.
+
+    Attributes:
+        has_gaps: a longer prefix may be known where a shorter one is not.
     """
 
     page_size: int
+    has_gaps: bool = False
     _known: dict[object, set[int]] = field(default_factory=dict)
 
     def add(self, key: object, tokens: Sequence[int], cursor: Cursor) -> None:
-        """Every whole page of a text behind `cursor`, which moves to the last."""
+        """The text's whole-page prefixes behind `cursor`, which moves to the last."""
         known = self._known.setdefault(key, set())
         while cursor.length + self.page_size <= len(tokens):
             page = tokens[cursor.length : cursor.length + self.page_size]
@@ -108,16 +127,22 @@ class KnownPrefixes:
     def has(self, key: object, prefix: Sequence[int]) -> bool:
         return not len(prefix) or extended_hash(0, 0, prefix, 0) in self._known.get(key, ())
 
+    def add_one(self, key: object, prefix: Sequence[int]) -> None:
+        """This prefix of whole pages, and no shorter one."""
+        self._known.setdefault(key, set()).add(extended_hash(0, 0, prefix, 0))
+
     def longest(self, key: object, tokens: Sequence[int]) -> int:
         """Tokens of the longest known prefix."""
-        known, text_hash, length = self._known.get(key, ()), 0, 0
+        known, prefix_hash, length, longest = self._known.get(key, ()), 0, 0, 0
         while known and length + self.page_size <= len(tokens):
             page = tokens[length : length + self.page_size]
-            text_hash = extended_hash(text_hash, length, page, 0)
-            if text_hash not in known:
-                break
+            prefix_hash = extended_hash(prefix_hash, length, page, 0)
             length += self.page_size
-        return length
+            if prefix_hash in known:
+                longest = length
+            elif not self.has_gaps:
+                break
+        return longest
 
     def clear(self) -> None:
         self._known.clear()

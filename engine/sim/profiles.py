@@ -89,6 +89,31 @@ def _wide(rng: Random) -> WorldConfig:
     )
 
 
+def _windows(rng: Random) -> WorldConfig:
+    """Few rows and short chunks beside many pages: the window's pool is the smaller one, and the tree must let go."""
+    page_size = rng.choice((1, 2, 4))
+    num_pages = rng.choice((24, 36, 48))
+    return WorldConfig(
+        page_size=page_size,
+        num_pages=num_pages,
+        num_rows=rng.choice((1, 1, 2, 3)),
+        context_len=page_size * rng.choice((num_pages // 2, num_pages, num_pages + 2)),
+        resume_unit=rng.choice(("token", "page")),
+        chunk_tokens=page_size * rng.choice((1, 2, 3)),
+        window=_window_of(rng, page_size),
+        policy=rng.choice(("fcfs", "lpm", "priority")),
+        eviction=rng.choice(("lru", "lfu", "slru", "priority")),
+        conservativeness=rng.choice((0.001, 0.3, 1.0)),
+        overlap=rng.random() < 0.5,
+    )
+
+
+def _window_of(rng: Random, page_size: int) -> int:
+    """One to three pages, and in half of the worlds not whole ones."""
+    whole = page_size * rng.randrange(1, 4)
+    return whole if rng.random() < 0.5 else whole - rng.randrange(page_size)
+
+
 def _canary(rng: Random) -> WorldConfig:
     """A world whose wrong answer must be noticed: see `WorldConfig.is_canary`."""
     return WorldConfig(is_canary=True, num_pages=rng.choice((24, 48)))
@@ -102,6 +127,7 @@ PROFILES: dict[str, Callable[[Random], WorldConfig]] = {
     "siblings": _tiny,
     "trouble": _draw_config,
     "branches": _draw_config,
+    "windows": _windows,
     "canary": _canary,
 }
 
@@ -113,8 +139,12 @@ FOCUS = {
     "siblings": frozenset({"n", "time limit", "logprobs", "abort", "disconnect"}),
     "branches": frozenset({"branch", "abort running"}),
     "trouble": frozenset({"n", "after", "hold fence", "not finite", "bump", "retract"}),
+    "windows": frozenset({"after"}),
 }
 """Traits and kinds that every script of a profile has: what is rare together meets more often there."""
+
+WINDOWED = 1 / 3
+"""Share of the worlds of the other profiles that have layers with a window."""
 
 
 def draw(seed: int, num_steps: int, profile: str = "mixed") -> Drawn:
@@ -123,6 +153,9 @@ def draw(seed: int, num_steps: int, profile: str = "mixed") -> Drawn:
     focus = FOCUS.get(profile, frozenset())
     traits = frozenset(trait for trait in TRAITS if rng.random() < 0.5 or trait in focus)
     config = replace(PROFILES[profile](rng), audits_halves=seed % AUDITS_HALVES == 0)
+    dice = Random(f"rung window {profile} {seed}")  # its own, so that a world's script is the same with a window
+    if config.window is None and not config.is_canary and dice.random() < WINDOWED:
+        config = replace(config, window=_window_of(dice, config.page_size))
     swarm = Swarm(rng, config, traits=traits)
     for name, kind in KINDS.items():
         if kind.is_disturbance:

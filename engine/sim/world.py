@@ -12,16 +12,17 @@ from dataclasses import dataclass, field
 from devices.base import ResumeUnit
 from devices.null.device import Pair, null_capabilities
 from devices.page_pool import Fence, PageFamily
+from devices.pages import ceil_page, floor_page
 from engine.core import EngineCore
 from engine.request import Request, RequestStatus
 from engine.scheduler.scheduler import Scheduler
 from engine.sim.executor import NullRunner
 from engine.sim.oracle import Cursor, KnownPrefixes, continuation
 from engine.sim.watched import RationedFamilies, WatchedAllocator, WatchedIdle, WatchedTree
-from mem_cache.kv_info import RowGeometry
+from mem_cache.kv_info import ReqKvInfo, RowGeometry
 from mem_cache.rows import RowPool
-from mem_cache.sizing import row_width
-from mem_cache.tree.components import FullPages
+from mem_cache.sizing import WindowLayers, row_width
+from mem_cache.tree.components import components_of
 
 VOCAB_SIZE = 4096
 EOS_TOKEN_IDS = frozenset(range(16))
@@ -41,6 +42,8 @@ class WorldConfig:
         num_pages, num_rows: sizes of the pools.
         context_len: most tokens of a request; it may be more than the pool holds.
         chunk_tokens: most prompt tokens in a step; None takes prompts whole.
+        window: tokens that layers with a sliding window read, whose pages are a family of their own; None: there are
+            no such layers. Its pool has the size that the engine gives it (`mem_cache.sizing`).
         max_live: arrivals are dropped while so many requests are not finished.
         audits_halves: the books are audited after both halves of each step, not only after the whole.
         is_canary: the executor errs now and then, so a run that ends clean proves that nobody looks.
@@ -52,6 +55,7 @@ class WorldConfig:
     context_len: int = 64
     resume_unit: ResumeUnit = "token"
     chunk_tokens: int | None = None
+    window: int | None = None
     policy: str = "fcfs"
     eviction: str = "lru"
     conservativeness: float = 1.0
@@ -67,6 +71,21 @@ class WorldConfig:
         """Tokens that the pool holds."""
         return self.num_pages * self.page_size
 
+    @property
+    def width(self) -> int:
+        """Tokens that a row can hold."""
+        return row_width(self.context_len, 0, self.page_size)
+
+    @property
+    def pools(self) -> tuple[tuple[PageFamily, int], ...]:
+        """Each family of pages, with how many there are."""
+        full = PageFamily("full", self.page_size), self.num_pages
+        if self.window is None:
+            return (full,)
+        most = WindowLayers(1, self.window, self.chunk_tokens).pages_per_row(self.width, self.page_size)
+        family = PageFamily("window", self.page_size, window=self.window)
+        return full, (family, min(self.num_pages, self.num_rows * most))
+
 
 @dataclass(slots=True)
 class Ticket:
@@ -81,6 +100,7 @@ class Ticket:
         num_retractions: retractions that were there at the last look.
         session: whose turn it is; the session keeps the row when the turn ends.
         cursor: how much of its text the cache may know because of it; None before it was admitted.
+        num_evicted: pages that the tree had let go when it was admitted.
     """
 
     key: int
@@ -98,6 +118,7 @@ class Ticket:
     num_retractions: int = 0
     session: int | None = None
     cursor: Cursor | None = None
+    num_evicted: int = 0
 
     @property
     def namespace(self) -> tuple[int, str | None]:
@@ -126,12 +147,16 @@ class BranchNode:
 
 @dataclass(slots=True)
 class LateFence:
-    """Somebody outside still reads pages; those that are the tree's may not change until the fence is lifted."""
+    """Somebody outside still reads pages; those that are the tree's may not change until the fence is lifted.
+
+    Attributes:
+        pages, content: by family.
+    """
 
     fences: dict[str, Fence]
     lift_at: int
-    pages: list[int]
-    content: list[list[Pair]]
+    pages: dict[str, list[int]]
+    content: dict[str, list[list[Pair]]]
 
 
 @dataclass(slots=True)
@@ -216,9 +241,19 @@ class World:
             seed = None if request.params.temperature == 0 or asked is None else asked + index
             num_new = min(request.params.max_new_tokens, self.config.context_len - len(prompt))
             stop_ids = EOS_TOKEN_IDS.union(request.params.stop_token_ids)
-            expected = continuation(prompt, num_new, seed, self.weights_version, VOCAB_SIZE, stop_ids)
+            window = self.config.window
+            expected = continuation(prompt, num_new, seed, self.weights_version, VOCAB_SIZE, stop_ids, window)
             reason = "stop" if expected[-1] in stop_ids else "length"
             self.tickets.append(Ticket(key, index, request, prompt, expected, reason, self.weights_version, salt))
+
+    def has_window(self, record: ReqKvInfo, length: int) -> bool:
+        """Whether a row names every page of its window that the token at `length` reads."""
+        if self.config.window is None:
+            return True
+        page_size = self.config.page_size
+        lo = floor_page(max(0, length + 1 - self.config.window), page_size)
+        pages = self.allocator.rows.pages("window", record.row, lo, ceil_page(length, page_size))
+        return bool(pages.all())
 
     def running(self, place: int) -> Ticket | None:
         """A ticket of the running requests, counted round and round."""
@@ -239,12 +274,11 @@ class World:
 def build(config: WorldConfig) -> World:
     """An engine with nothing in it."""
     page_size = config.page_size
-    family = PageFamily("full", page_size)
-    families = RationedFamilies([(family, config.num_pages)])
-    width = row_width(config.context_len, 0, page_size)
-    geometry = RowGeometry(page_size, width, (family,))
+    families = RationedFamilies(config.pools)
+    geometry = RowGeometry(page_size, config.width, tuple(family for family, _ in config.pools))
     rows = RowPool(config.num_rows, geometry)
-    tree = families.tree = WatchedTree((FullPages(families.pools["full"]),), page_size, config.eviction)
+    tree = families.tree = WatchedTree(components_of(geometry, families), page_size, config.eviction)
+    tree.num_evicted_for_one = Counter()
     clock = Clock()
     capabilities = null_capabilities(page_size, resume_unit=config.resume_unit, overlap=config.overlap)
     allocator = WatchedAllocator(families, rows, tree, caching=config.caching)
@@ -257,10 +291,10 @@ def build(config: WorldConfig) -> World:
         chunk_tokens=config.chunk_tokens,
         clock=clock,
     )
-    runner = NullRunner(
-        config.num_pages, config.num_rows, geometry, capabilities, VOCAB_SIZE, is_canary=config.is_canary
-    )
-    families.pools["full"].on_free = runner.on_free
+    num_pages = {name: pool.num_pages for name, pool in families.pools.items()}
+    runner = NullRunner(num_pages, config.num_rows, geometry, capabilities, VOCAB_SIZE, is_canary=config.is_canary)
+    for name, pool in families.pools.items():
+        pool.on_free = runner.on_free(name)
     core = EngineCore(
         scheduler,
         runner,
@@ -271,4 +305,5 @@ def build(config: WorldConfig) -> World:
         log_interval=1 << 60,
     )
     allocator.idle = WatchedIdle(core.sessions, allocator)
-    return World(config, clock, families, allocator, runner, core, KnownPrefixes(page_size), KnownPrefixes(page_size))
+    known, published = KnownPrefixes(page_size), KnownPrefixes(page_size, has_gaps=config.window is not None)
+    return World(config, clock, families, allocator, runner, core, known, published)

@@ -1,8 +1,9 @@
 """Scripts that failed once, as the shrinker wrote them."""
 
+from engine.sim.events.cache import BumpWeights
 from engine.sim.events.kinds import Timed
-from engine.sim.events.requests import AbortRunning, Arrive, NotFinite, Prompt
-from engine.sim.events.sessions import Close, TakeTurn
+from engine.sim.events.requests import AbortRunning, Arrive, NotFinite, Prompt, Retract
+from engine.sim.events.sessions import Close, Fork, TakeTurn
 from engine.sim.play import play
 from engine.sim.world import WorldConfig
 
@@ -132,3 +133,49 @@ def test_the_same_without_overlap() -> None:
         Timed(3, False, Arrive(key=2, prompt=Prompt(head=3, shared=4), max_new=2)),
     ]
     play(config, script, 8)
+
+
+def test_a_row_is_forked_where_its_window_is_just_there() -> None:
+    """Seed 41 of branches, 27 of windows: one token too many was asked for, so the child began without KV."""
+    config = WorldConfig(page_size=2, num_pages=48, context_len=48, chunk_tokens=6, window=2, overlap=True)
+    script = [
+        Timed(0, True, TakeTurn(key=5, session=3, tail=1, own=2, max_new=1)),
+        Timed(5, False, TakeTurn(key=6, session=3, tail=0, own=2, max_new=3)),
+        Timed(10, False, Fork(session=3, child=0, tokens=3)),
+    ]
+    play(config, script, 11)
+
+
+def test_the_row_of_a_turn_that_is_aborted_gives_back_what_its_window_left() -> None:
+    """Seed 1 of chat, 10 of trouble: the last step of such a turn was committed, and its window did not move."""
+    config = WorldConfig(page_size=1, window=1)
+    script = [
+        Timed(0, False, TakeTurn(key=0, session=0, tail=0, own=6, max_new=1)),
+        Timed(3, False, BumpWeights()),
+        Timed(4, False, TakeTurn(key=1, session=0, tail=1, own=1, max_new=3)),
+        Timed(4, True, AbortRunning(place=0)),
+    ]
+    play(config, script, 8)
+
+
+def test_a_prompt_whose_windows_went_while_it_ran_is_owed_at_its_end_only() -> None:
+    """Seed 30 of windows: the model, not the engine, took a lock to keep all windows of a prefix."""
+    config = WorldConfig(
+        page_size=2,
+        num_pages=24,
+        num_rows=1,
+        context_len=48,
+        chunk_tokens=2,
+        window=5,
+        eviction="slru",
+        conservativeness=0.001,
+        overlap=True,
+    )
+    script = [
+        Timed(0, False, Arrive(key=0, prompt=Prompt(shared=6), max_new=4)),
+        Timed(0, True, Arrive(key=1, prompt=Prompt(tail=1, own=21), max_new=1)),
+        Timed(18, True, Retract(place=1)),
+        Timed(19, False, Arrive(key=23, prompt=Prompt(head=3, shared=2, own=12), max_new=24)),
+        Timed(20, True, Arrive(key=34, prompt=Prompt(head=3, shared=3, tail=33), max_new=1)),
+    ]
+    play(config, script, 70)

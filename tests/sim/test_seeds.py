@@ -13,7 +13,7 @@ from engine.sim.soak import Totals
 BLOCK = 10
 """Seeds of one test."""
 
-BLOCKS = {"mixed": 2, "tiny": 2, "wide": 1, "chat": 1, "siblings": 1, "trouble": 1, "branches": 1}
+BLOCKS = {"mixed": 2, "tiny": 2, "wide": 1, "chat": 1, "siblings": 1, "trouble": 1, "branches": 1, "windows": 1}
 NUM_STEPS = 150
 
 MUST_HAPPEN = {
@@ -25,6 +25,7 @@ MUST_HAPPEN = {
     *("turn", "turn refused", "turn resumes", "rewind", "session fork with a row", "close", "close in a turn"),
     *("session timeout", "disconnect in flight", "branch", "branch continues", "branch refused", "branch cut"),
     *("branch forgets", "branch replaces a running one", "scored", "scored prompt", "turn owed", "row gave way"),
+    *("window slid", "window evicted", "window shortens a hit", "hit behind a lost window"),
 }
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from devices.null.device import NullKv, next_tokens, null_capabilities
+from devices.null.device import NullKv, next_tokens, null_capabilities, window_text_hash
 from devices.registry import AUTO_ORDER, DeviceUnavailable, open_device
 from engine.errors import BadRequest
 from engine.sim.failures import SimFailure, WrongToken
 from engine.sim.oracle import continuation, extended_hash, next_token
+from engine.sim.oracle import text_hash as oracle_hash
 from engine.sim.play import play
 from engine.sim.profiles import CLEAN, draw
 from engine.sim.run import ALL, run_seed, simulate
@@ -41,8 +42,33 @@ def test_oracle_and_device_agree_on_a_row_that_is_right(length: int, seed: int |
         text_hash = kv.read(table, length)
         assert text_hash == extended_hash(0, 0, tokens, 0)
         assert kv.read(table, first) == extended_hash(0, 0, tokens[:first], 0)
+        for window in (1, page_size, 2 * page_size + 1):
+            for end in (first, length):
+                lo = max(0, end - window)
+                whole = text_hash_of(kv, kv, table, end, window)
+                assert whole == oracle_hash(extended_hash(0, 0, tokens[:end], 0), window, tokens, end, 0)
+                assert kv.read(table, end, lo) == extended_hash(0, lo, tokens[lo:end], 0)
     salt = 0 if seed is None else (seed * 0x2545F4914F6CDD1D + length) % 2**64
     assert next_tokens([text_hash], [salt], 4096) == [next_token(text_hash, length, seed, 4096)]
+
+
+def text_hash_of(full: NullKv, window_kv: NullKv, table: list[int], length: int, window: int) -> int:
+    """As the executor reads a row of both families."""
+    return window_text_hash(full.read(table, length), window_kv.read(table, length, max(0, length - window)))
+
+
+def test_what_lies_before_a_window_is_not_read_and_what_lies_in_it_is() -> None:
+    table = [5, 2, 7]
+    kv = written(list(range(11)), table)
+    whole, windowed = kv.read(table, 11), kv.read(table, 11, 6)
+    kv.spoil([5])
+    assert kv.read(table, 11) != whole
+    assert kv.read(table, 11, 6) == windowed == kv.read([0, 2, 7], 11, 6)
+    assert kv.read(table, 11, 3) != kv.read([0, 2, 7], 10, 3)
+    kv.write(table, 5, [99])
+    assert kv.read(table, 11, 6) == windowed
+    kv.write(table, 6, [99])
+    assert kv.read(table, 11, 6) != windowed
 
 
 @pytest.mark.parametrize("wrong", [[5, 2, 6], [5, 5, 7], [2, 5, 7], [5, 2, 0]])
@@ -166,13 +192,13 @@ def test_a_soak_goes_on_where_it_was_stopped_and_adds_up(tmp_path: Path) -> None
     steps = 0
     for _ in range(2):
         said: list[str] = []
-        assert simulate(num_seeds=9, profile=ALL, say=said.append, **arguments) == 0
+        assert simulate(num_seeds=10, profile=ALL, say=said.append, **arguments) == 0
         steps += int(said[-1].split()[2])
     soak = json.loads(file.read_text())
     assert {name: one["next_seed"] for name, one in soak["profiles"].items()} == {
         name: 5 + (4 if i < 2 else 2) for i, name in enumerate(CLEAN)
     }
-    assert (soak["total"]["seeds"], soak["total"]["steps"], soak["total"]["failed"]) == (18, steps, 0)
+    assert (soak["total"]["seeds"], soak["total"]["steps"], soak["total"]["failed"]) == (20, steps, 0)
     assert sum(one["num_steps"] for one in soak["profiles"].values()) == steps
     assert soak["marks"]["arrive"] > 0
     with pytest.raises(BadRequest, match="give the same"):

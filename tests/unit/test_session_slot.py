@@ -109,7 +109,8 @@ WINDOWED = [
     # cursor 96, page 16: the window's KV before 96 is gone. The reference resumes the first at 80 and reads it.
     (90, 8, 0),
     (99, 3, 99),
-    (99, 4, 0),
+    (99, 4, 99),  # computing token 99 reads [96, 99]: all there
+    (99, 5, 0),
     (98, 2, 98),
 ]
 
@@ -150,7 +151,7 @@ def test_every_length_that_may_be_resumed_is_legal_and_the_largest():
                 for n in range(1, min(wanted, committed) + 1)
                 if n >= protected
                 and (unit == "token" or n % page_size == 0)
-                and (cursor == 0 or n - 2 >= cursor)
+                and (cursor == 0 or n + 1 - 2 >= cursor)
                 and (state_at is None or n == state_at)
             ]
             assert resumable_len(record, wanted, capabilities(unit)) == max(legal, default=0)

@@ -27,7 +27,7 @@ class Flush:
         if was_busy or after["tree_evictable_pages"] or after["tree_protected_pages"]:
             raise BrokenPromise("flush", f"flushed when busy is {was_busy}, and holds {after}")
         world.known.clear()
-        world.families.tree.num_evicted_for_one = 0
+        world.families.tree.num_evicted_for_one.clear()
         world.marks["flush"] += 1
         return "flush"
 
@@ -41,7 +41,8 @@ class BumpWeights:
         version = world.core.bump_weights_version()
         if version != world.weights_version:
             raise BrokenPromise("bump", f"version {version}, should be {world.weights_version}")
-        world.runner.kv.weights_version = version
+        for kv in world.runner.kv.values():
+            kv.weights_version = version
         for ticket in world.tickets:
             ticket.certain = min(ticket.certain, ticket.request.num_output)
         world.marks["bump"] += 1

@@ -27,10 +27,17 @@ class HoldFence:
     num_steps: int
 
     def apply(self, world: World) -> str:
-        pages = [page for node in world.core.allocator.tree.nodes() for page in node.held["full"].tolist()]
+        tree = world.core.allocator.tree
+        pages = {
+            component.family: [
+                p for node in tree.nodes() for p in component.owned(node.held[component.family]).tolist()
+            ]
+            for component in tree.components
+        }
+        content = {family: world.runner.kv[family].content(ids) for family, ids in pages.items()}
         fences = world.families.fence(f"reader of step {world.step}")
         lift_at = world.step + self.num_steps
-        world.fences.append(LateFence(fences, lift_at, pages, world.runner.kv.content(pages)))
+        world.fences.append(LateFence(fences, lift_at, pages, content))
         world.marks["fence held"] += 1
         return f"fence+{self.num_steps}"
 

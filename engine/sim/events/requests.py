@@ -102,7 +102,8 @@ class Arrive:
     def _params(self, world: World, prompt: list[int]) -> SamplingParams:
         stops: tuple[int, ...] = ()
         if self.stop_after is not None:
-            answer = continuation(prompt, self.stop_after + 1, self.seed, world.weights_version, VOCAB_SIZE)
+            num_new, window = self.stop_after + 1, world.config.window
+            answer = continuation(prompt, num_new, self.seed, world.weights_version, VOCAB_SIZE, window=window)
             stops = (answer[-1],)
         return SamplingParams(
             n=self.n,

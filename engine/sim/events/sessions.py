@@ -155,13 +155,13 @@ class Fork:
     def _owed(self, world: World, length: int) -> int:
         """Tokens of KV that the child gets at least: all that the row holds, where a row and a page are to spare."""
         record, page_size = world.core.sessions.get(name_of(self.session)).slot.record, world.config.page_size
-        is_spare = world.allocator.rows.num_free > 0 and world.families.pools["full"].num_free > 0
+        is_spare = world.allocator.rows.num_free > 0 and all(pool.num_free for pool in world.families.pools.values())
         if record.req_pool_idx is None or not is_spare or world.families.fails_in is not None:
             return 0
         length = min(length, record.kv_committed_len)
         if world.config.resume_unit == "page":
             length = floor_page(length, page_size)
-        return length if length >= record.cache_protected_len else 0
+        return length if length >= record.cache_protected_len and world.has_window(record, length) else 0
 
 
 @dataclass(frozen=True, slots=True)
