@@ -1,4 +1,4 @@
-"""What the engine may ask of a device: a frozen set of capabilities and five small protocols.
+"""What the engine may ask of a device: a frozen set of capabilities and six small protocols.
 
 Code above `devices/` asks `Capabilities`, never a device's name. Everything in it defaults to "no", so a device that
 forgets to declare something is refused where it matters instead of computing something wrong. `Device` opens memory
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+
+    from devices.quantized import QuantizedWeight
 
 ResumeUnit = Literal["token", "page"]
 MaskKind = Literal["causal", "window"]
@@ -189,6 +191,29 @@ class Operators(Protocol):
         ...
 
 
+class PackedWeight(Protocol):
+    """A weight [out, in] of few bits in a device's own form, made for activations of one dtype."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def linear(self, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> Linear:
+        """See `Operators.linear`."""
+        ...
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight as an embedding has them, [tokens, in]; ids: int64 [tokens].
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        ...
+
+
+Pack = Callable[["QuantizedWeight", "torch.dtype"], PackedWeight]
+"""Takes a weight of few bits over, for activations of a dtype."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draws:
     """How to choose a token of each row of logits; host, all [rows].
@@ -243,6 +268,11 @@ class Device(Protocol):
 
     @property
     def sampler(self) -> Sampler | None: ...
+
+    @property
+    def pack(self) -> Pack | None:
+        """None: it multiplies with weights of 16 and more bits only."""
+        ...
 
     def memory(self) -> MemoryInfo: ...
 

@@ -106,7 +106,7 @@ def quantize(weight: torch.Tensor, bits: Bits) -> QuantizedWeight:
 def _blocks(part: torch.Tensor) -> torch.Tensor:
     """float32 [rows, blocks, 32]"""
     part = part.float()
-    return F.pad(part, (0, -part.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    return F.pad(part, (0, -part.shape[1] % BLOCK)).reshape(part.shape[0], -1, BLOCK)
 
 
 def _eight_bits(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

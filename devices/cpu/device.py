@@ -6,6 +6,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,12 @@ from devices.base import (
     KvLayer,
     MemoryInfo,
     Operators,
+    Pack,
 )
 from devices.cpu.kernels.attention import KernelAttention
 from devices.cpu.kernels.build import KernelsUnavailable, load_kernels
 from devices.cpu.kernels.operators import KernelOperators
+from devices.cpu.kernels.packed import KernelPackedWeight
 from devices.torch_forms.attention import PagedAttention
 from devices.torch_forms.operators import TorchOperators
 
@@ -61,6 +64,7 @@ class CpuDevice:
             TorchOperators() if self._library is None else KernelOperators(self._library, fast_bf16)
         )
         self.sampler = None
+        self.pack: Pack | None = None if self._library is None else partial(KernelPackedWeight, self._library)
         self.description = (
             f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, prefers {dtypes[0]}, "
             f"page {self.capabilities.default_page_size}, resumes at the token, {reason}"

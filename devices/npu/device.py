@@ -38,6 +38,7 @@ class NpuDevice:
         total = self.memory().total_bytes
         self.capabilities = npu_capabilities(total, graph_buckets=EMULATED_BUCKETS if found.is_emulated else None)
         self.sampler = None
+        self.pack = None
         self.operators: Operators = NpuOperators(self._npu) if kernels == "auto" else TorchOperators()
         self.description = ", ".join(self._about(found, kernels))
 

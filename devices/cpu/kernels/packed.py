@@ -31,7 +31,7 @@ class KernelPackedWeight:
         """`dtype`: of activations and of `rows`."""
         self._library, self._dtype, self._shape = library, dtype, weight.shape
         lanes = ctypes.c_int.in_dll(library, "packed_lanes").value
-        self._quants = _panels(weight.quants.unflatten(2, (-1, _COLUMNS_OF_A_WORD)), lanes)
+        self._quants = _panels(weight.quants.reshape(*weight.scales.shape, -1, _COLUMNS_OF_A_WORD), lanes)
         self._scales = _panels(weight.scales, lanes)
         self._minima = None if weight.minima is None else _panels(weight.minima, lanes)
         tensors = (self._quants, self._scales, self._minima)
@@ -61,8 +61,9 @@ class KernelPackedWeight:
         """Rows of the weight, [tokens, in], by `ids`, int64 [tokens]."""
         ids = ids.contiguous()
         out = torch.empty(len(ids), self._shape[1], dtype=self._dtype)
-        if len(ids) and not (0 <= int(ids.min()) and int(ids.max()) < self._shape[0]):
-            raise IndexError(f"a row from {int(ids.min())} to {int(ids.max())} of {self._shape[0]}")
+        numbers = ids.numpy()
+        if len(numbers) and (numbers.min() < 0 or numbers.max() >= self._shape[0]):
+            raise IndexError(f"rows {numbers.min()} to {numbers.max()} of a weight with {self._shape[0]}")
         function = getattr(self._library, f"packed_rows_{TYPE_NAMES[self._dtype]}")
         function(ctypes.addressof(self._packed), ids.data_ptr(), out.data_ptr(), len(ids))
         return out
@@ -73,6 +74,6 @@ def _panels(rows: torch.Tensor, lanes: int) -> torch.Tensor:
     missing = -rows.shape[0] % lanes
     if missing:
         rows = F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing))
-    panels = rows.unflatten(0, (-1, lanes))
+    panels = rows.reshape(-1, lanes, *rows.shape[1:])
     order = (0, 2, 1) if rows.ndim == 2 else (0, 2, 3, 1, 4)
     return panels.permute(order).contiguous()
