@@ -61,15 +61,21 @@ def load_kernels(folder: Path = KERNEL_FOLDER) -> ctypes.CDLL:
         path = folder.expanduser() / f"cpu-{_fingerprint(compiler)}.so"
         if not path.exists():
             _compile(compiler, path)
-        library = ctypes.CDLL(str(path))
-        for name, letters in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = [_TYPES[letter] for letter in letters], None
+        library = declared(ctypes.CDLL(str(path)))
     except subprocess.CalledProcessError as error:
         first = next((line for line in error.stderr.splitlines() if "error" in line), "no message")
         raise KernelsUnavailable(f"{COMPILER} could not build the CPU kernels: {first}") from error
     except (OSError, AttributeError, RuntimeError, subprocess.TimeoutExpired) as error:
         raise KernelsUnavailable(f"the CPU kernels cannot be built or loaded: {error}") from error
+    return library
+
+
+def declared(library: ctypes.CDLL, prefix: str = "") -> ctypes.CDLL:
+    """`library`, whose functions whose names begin with `prefix` know their arguments."""
+    for name, letters in _SIGNATURES.items():
+        if name.startswith(prefix):
+            function = getattr(library, name)
+            function.argtypes, function.restype = [_TYPES[letter] for letter in letters], None
     return library
 
 

@@ -22,10 +22,15 @@ typedef int32_t Ints __attribute__((vector_size(LANES * 4), aligned(4), may_alia
 constexpr long BLOCK = 32;
 constexpr int QUADS = BLOCK / 4;
 constexpr long CACHED_BYTES = 256 * 1024;  // rounded rows of x that all panels are multiplied with in turn
+constexpr long AHEAD = 4096;               // bytes that are fetched before they are needed
+
+// With few rows, reading W is all there is: a tile takes one panel, so that a thread reads one stream. With many, it
+// takes two, so that a word of x is used twice. The numbers of rows are those that were fastest, with registers enough.
+constexpr long FEW_ROWS = 32;
 #ifdef __AVX512F__
-constexpr int TILE_ROWS = 4, TILE_PANELS = 2;
+template <int BITS, int PANELS> constexpr int TILE_ROWS = PANELS == 1 ? 8 : BITS == 8 ? 4 : 6;
 #else
-constexpr int TILE_ROWS = 2, TILE_PANELS = 2;
+template <int BITS, int PANELS> constexpr int TILE_ROWS = PANELS == 1 ? 4 : 2;
 #endif
 
 struct Packed {
@@ -102,6 +107,17 @@ static inline Vec halves(const uint16_t *p) {
 #endif
 }
 
+static inline void put(float *to, Vec x) { *(Vec *)to = x; }
+
+// As `put` of one element, for LANES.
+static inline void put(bf16 *to, Vec x) {
+    typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+    typedef bf16 Halves __attribute__((vector_size(LANES * 2)));
+    Words bits = (Words)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
+    Halves halves = __builtin_convertvector((x == x ? rounded : bits | 0x400000) >> 16, Halves);
+    std::memcpy(to, &halves, sizeof halves);
+}
+
 // Rows of x in 8 bits: x = scale * quant; `start` is what a sum begins with (the zero of the weight times -sum(quant)),
 // `total` is scale * sum(quant), which a minimum is multiplied with.
 struct Rounded {
@@ -140,9 +156,11 @@ struct Rounded {
 };
 
 template <int BITS, bool MIN, int ROWS, int PANELS>
-__attribute__((noinline)) static void tile(const Rounded &x, long row, const Packed &w, long panel, Vec (&sum)[ROWS][PANELS]) {
-    constexpr long WORDS = BITS / 4 * 4;  // vectors of words in a block
+__attribute__((noinline)) static void tile(const Rounded &x, long row, const Packed &w, long panel,
+                                           Vec (&result)[ROWS][PANELS]) {
+    constexpr long WORDS = BITS == 8 ? 8 : 4;  // vectors of words in a block
     long blocks = x.blocks;
+    Vec sum[ROWS][PANELS] = {};
     for (long b = 0; b < blocks; b++) {
         Ints dots[ROWS][PANELS];
         const int32_t *quads[ROWS];
@@ -152,21 +170,22 @@ __attribute__((noinline)) static void tile(const Rounded &x, long row, const Pac
             for (int p = 0; p < PANELS; p++) dots[r][p] = Ints{} + x.start[at];
         }
         for (int v = 0; v < WORDS; v++) {
-            Ints words[PANELS];
-            for (int p = 0; p < PANELS; p++)
-                words[p] = *(const Ints *)(w.quants + (((panel + p) * blocks + b) * WORDS + v) * LANES * 4);
-            if (BITS == 8) {
-                for (int r = 0; r < ROWS; r++)
-                    for (int p = 0; p < PANELS; p++)
-                        dots[r][p] = dot<8>(dots[r][p], SIGNED_8 ? words[p] ^ int(0x80808080) : words[p], Ints{} + quads[r][v]);
-            } else {
-                for (int p = 0; p < PANELS; p++) {
-                    Ints low = words[p] & 0x0f0f0f0f, high = words[p] >> 4 & 0x0f0f0f0f;
-                    for (int r = 0; r < ROWS; r++) {
-                        dots[r][p] = dot<4>(dots[r][p], low, Ints{} + quads[r][v]);
-                        dots[r][p] = dot<4>(dots[r][p], high, Ints{} + quads[r][4 + v]);
-                    }
-                }
+            Ints low[PANELS], high[PANELS];
+            for (int p = 0; p < PANELS; p++) {
+                const uint8_t *at = w.quants + (((panel + p) * blocks + b) * WORDS + v) * LANES * 4;
+                Ints words = *(const Ints *)at;
+                if (row == 0) __builtin_prefetch(at + AHEAD);
+                low[p] = BITS == 4 ? words & 0x0f0f0f0f : SIGNED_8 ? words ^ int(0x80808080) : words;
+                high[p] = words >> 4 & 0x0f0f0f0f;
+            }
+            for (int r = 0; r < ROWS; r++) {
+                Ints quad = Ints{} + quads[r][v];
+                for (int p = 0; p < PANELS; p++) dots[r][p] = dot<BITS>(dots[r][p], low[p], quad);
+            }
+            if (BITS == 8) continue;
+            for (int r = 0; r < ROWS; r++) {
+                Ints quad = Ints{} + quads[r][4 + v];
+                for (int p = 0; p < PANELS; p++) dots[r][p] = dot<BITS>(dots[r][p], high[p], quad);
             }
         }
         for (int p = 0; p < PANELS; p++) {
@@ -180,40 +199,40 @@ __attribute__((noinline)) static void tile(const Rounded &x, long row, const Pac
             }
         }
     }
+    std::memcpy(result, sum, sizeof sum);
 }
 
-template <class T, class Y>
-static inline void finish(Vec sum, long out, const Packed &w, const T *bias, Y *y) {
-    long left = w.outs - out < LANES ? w.outs - out : LANES;
-    for (long i = 0; i < left; i++) put(y[out + i], sum[i] + (bias ? widen(bias[out + i]) : 0));
+template <class T, class Y> static inline void finish(Vec sum, long out, const Packed &w, const T *bias, Y *y) {
+    long left = w.outs - out;
+    if (left >= LANES && !bias) {
+        put(y + out, sum);
+        return;
+    }
+    for (long i = 0; i < LANES && i < left; i++) put(y[out + i], sum[i] + (bias ? widen(bias[out + i]) : 0));
 }
 
+// Rows [row, rows) of x with PANELS panels: tiles of ROWS rows, then smaller ones.
 template <int BITS, bool MIN, int ROWS, int PANELS, class T, class Y>
-static inline void tile_of(const Rounded &x, long row, const Packed &w, long panel, const T *bias, Y *y) {
-    Vec sum[ROWS][PANELS] = {};
-    tile<BITS, MIN>(x, row, w, panel, sum);
-    for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PANELS; p++) finish(sum[r][p], (panel + p) * LANES, w, bias, y + r * w.outs);
+static void strip(const Rounded &x, long row, long rows, const Packed &w, long panel, const T *bias, Y *y) {
+    for (; row + ROWS <= rows; row += ROWS) {
+        Vec sum[ROWS][PANELS];
+        tile<BITS, MIN>(x, row, w, panel, sum);
+        for (int r = 0; r < ROWS; r++)
+            for (int p = 0; p < PANELS; p++) finish(sum[r][p], (panel + p) * LANES, w, bias, y + (row + r) * w.outs);
+    }
+    if constexpr (ROWS > 1) strip<BITS, MIN, ROWS / 2, PANELS>(x, row, rows, w, panel, bias, y);
 }
 
 template <int BITS, bool MIN, int PANELS, class T, class Y>
-static void panels_of(const Rounded &x, long rows, const Packed &w, long panel, const T *bias, Y *y) {
-    long row = 0;
-    for (; row + TILE_ROWS <= rows; row += TILE_ROWS)
-        tile_of<BITS, MIN, TILE_ROWS, PANELS>(x, row, w, panel, bias, y + row * w.outs);
-    for (; row + 2 <= rows; row += 2) tile_of<BITS, MIN, 2, PANELS>(x, row, w, panel, bias, y + row * w.outs);
-    for (; row < rows; row++) tile_of<BITS, MIN, 1, PANELS>(x, row, w, panel, bias, y + row * w.outs);
-}
-
-template <int BITS, bool MIN, class T, class Y>
 static void linear(const T *x, long x_stride, const Packed &w, const T *bias, Y *y, long rows, int threads) {
-    long blocks = w.blocks(), panels = w.panels(), pairs = (panels + TILE_PANELS - 1) / TILE_PANELS;
-    long chunk = CACHED_BYTES / (blocks * BLOCK) / TILE_ROWS * TILE_ROWS;
-    if (chunk < TILE_ROWS) chunk = TILE_ROWS;
+    constexpr int ROWS = TILE_ROWS<BITS, PANELS>;
+    long blocks = w.blocks(), panels = w.panels(), groups = (panels + PANELS - 1) / PANELS;
+    long chunk = CACHED_BYTES / (blocks * BLOCK) / ROWS * ROWS;
+    if (chunk < ROWS) chunk = ROWS;
     if (chunk > rows) chunk = rows;
     Rounded rounded(chunk, blocks);
     int zero = BITS == 8 && SIGNED_8 ? 0 : w.zero;
-    long part = pairs / (4 * threads) + 1;
+    long part = groups / (4 * threads) + 1;
 #pragma omp parallel num_threads(threads)
     for (long first = 0; first < rows; first += chunk) {
         long count = rows - first < chunk ? rows - first : chunk;
@@ -223,20 +242,26 @@ static void linear(const T *x, long x_stride, const Packed &w, const T *bias, Y 
             rounded.block(at, x + row * x_stride + column, w.ins - column < BLOCK ? w.ins - column : BLOCK, zero);
         }
 #pragma omp for schedule(dynamic, part)
-        for (long pair = 0; pair < pairs; pair++) {
-            long panel = pair * TILE_PANELS;
+        for (long group = 0; group < groups; group++) {
+            long panel = group * PANELS;
             Y *to = y + first * w.outs;
-            if (panel + TILE_PANELS <= panels) panels_of<BITS, MIN, TILE_PANELS>(rounded, count, w, panel, bias, to);
-            else panels_of<BITS, MIN, 1>(rounded, count, w, panel, bias, to);
+            if (panel + PANELS <= panels) strip<BITS, MIN, ROWS, PANELS>(rounded, 0, count, w, panel, bias, to);
+            else strip<BITS, MIN, TILE_ROWS<BITS, 1>, 1>(rounded, 0, count, w, panel, bias, to);
         }
     }
 }
 
+template <int BITS, bool MIN, class T, class Y>
+static void linear_of(const T *x, long stride, const Packed &w, const T *bias, Y *y, long rows, int threads) {
+    if (rows <= FEW_ROWS) linear<BITS, MIN, 1>(x, stride, w, bias, y, rows, threads);
+    else linear<BITS, MIN, 2>(x, stride, w, bias, y, rows, threads);
+}
+
 template <class T, class Y>
 static void linear_of(const T *x, long stride, const Packed &w, const T *bias, Y *y, long rows, int threads) {
-    if (w.bits == 8) linear<8, false>(x, stride, w, bias, y, rows, threads);
-    else if (w.minima) linear<4, true>(x, stride, w, bias, y, rows, threads);
-    else linear<4, false>(x, stride, w, bias, y, rows, threads);
+    if (w.bits == 8) linear_of<8, false>(x, stride, w, bias, y, rows, threads);
+    else if (w.minima) linear_of<4, true>(x, stride, w, bias, y, rows, threads);
+    else linear_of<4, false>(x, stride, w, bias, y, rows, threads);
 }
 
 // out[i] = row ids[i] of W.
