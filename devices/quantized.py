@@ -99,7 +99,9 @@ def quantize(weight: torch.Tensor, bits: Bits) -> QuantizedWeight:
     done = [_eight_bits(_blocks(part)) if bits == 8 else _four_bits(_blocks(part)) for part in parts]
     quants, scales, minima = (torch.cat(tensors) for tensors in zip(*done, strict=True))
     if not (scales.isfinite().all() and minima.isfinite().all()):
-        raise ValueError("a weight that is not finite, or beyond fp16, cannot be rounded to fewer bits")
+        raise ValueError(
+            "a weight that is not finite, or beyond fp16, cannot be rounded to fewer bits; --quantization none takes it"
+        )
     return QuantizedWeight(weight.shape, bits, quants, scales, minima if bits == 4 else None)
 
 

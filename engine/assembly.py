@@ -76,6 +76,7 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
     total_bytes = device.memory().total_bytes
     quantization = choose_quantization(config.model, model_config.saved_dtype, device)
     model, report = load_model(source, dtype, device, context_len, progress, quantization)
+    logger.info("weights: %.0f MB, quantization %s", report.num_bytes / 1e6, quantization)
     chunk = chunk_tokens(config.chunk_tokens, capabilities, page_size)
     layer_bytes = attention_token_bytes(1, model_config.num_kv_heads, model_config.head_dim, kv_dtype.itemsize)
     windowed = None if config.memory.disable_hybrid_swa_memory else windowed_layers(model_config, layer_bytes, chunk)

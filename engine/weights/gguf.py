@@ -180,7 +180,10 @@ class GgufSource:
         return torch.from_numpy(dequantize(self._rows(entry), entry.quant_type)).reshape(entry.shape)
 
     def _read_packed(self, entry: GgufTensor) -> QuantizedWeight:
-        return packed(self._rows(entry), entry.quant_type, entry.shape[1])
+        try:
+            return packed(self._rows(entry), entry.quant_type, entry.shape[1])
+        except ValueError as error:
+            raise ModelLoadError(f"{self.path}: {entry.name}: {error}") from error
 
     def _rows(self, entry: GgufTensor) -> npt.NDArray[np.uint8]:
         """Bytes of a quantised tensor, a row of blocks each."""

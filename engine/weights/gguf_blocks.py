@@ -28,6 +28,8 @@ def packed(rows: Bytes, quant_type: GGMLQuantizationType, in_size: int) -> Quant
 
     Args:
         rows: its bytes, [out, bytes of a row].
+    Raises:
+        ValueError: its numbers are not finite, or beyond fp16.
     """
     shape = torch.Size((rows.shape[0], in_size))
     if quant_type == GGMLQuantizationType.Q4_K:
@@ -61,13 +63,11 @@ def _q4_k(rows: Bytes, shape: torch.Size) -> QuantizedWeight:
     runs = supers[..., 4 + _SCALE_BYTES :].reshape(*supers.shape[:2], 4, BLOCK)
     elements = np.stack([runs & 15, runs >> 4], axis=-2).reshape(shape[0], -1, BLOCK)
     quants = elements[..., : BLOCK // 2] | elements[..., BLOCK // 2 :] << 4
-    return QuantizedWeight(
-        shape,
-        4,
-        torch.from_numpy(quants),
-        (scale[..., None] * torch.from_numpy(scales)).half().flatten(1),
-        (-minimum[..., None] * torch.from_numpy(minima)).half().flatten(1),
-    )
+    steps = (scale[..., None] * torch.from_numpy(scales)).half().flatten(1)
+    lows = (-minimum[..., None] * torch.from_numpy(minima)).half().flatten(1)
+    if not (steps.isfinite().all() and lows.isfinite().all()):
+        raise ValueError("a scale is not finite, or beyond fp16; --quantization none takes it")
+    return QuantizedWeight(shape, 4, torch.from_numpy(quants), steps, lows)
 
 
 def _six_bit_numbers(packed: Bytes) -> tuple[Bytes, Bytes]:

@@ -12,6 +12,7 @@ from tiny_ggufs import write_tiny_gguf
 from tiny_models import save_tiny_model
 
 from devices.quantized import QuantizedWeight, joined, quantize
+from engine.errors import ModelLoadError
 from engine.weights.gguf import GgufSource
 from engine.weights.gguf_blocks import packed
 from engine.weights.slot import WeightSlot
@@ -169,3 +170,20 @@ def test_a_slot_knows_what_it_would_keep() -> None:
         place.put(weight)
         assert place.would_keep(weight.clone())
         assert not place.would_keep(weight + 1)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_scales_that_are_no_numbers_are_refused_with_the_tensor(tmp_path: Path, kind: str) -> None:
+    def store(values: np.ndarray, kind: str) -> np.ndarray:
+        blocks = random_blocks(kind, *values.shape)
+        number = np.array([np.inf], dtype=np.float16).view(np.uint8)
+        blocks[3, -2:] = number
+        blocks[3, :2] = number
+        return blocks
+
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4}
+    path = write_tiny_gguf(
+        tmp_path / "m.gguf", save_tiny_model(tmp_path / "hf", "llama", **sizes), "llama", kind, store
+    )
+    with pytest.raises(ModelLoadError, match=r"token_embd.weight: .* beyond fp16"):
+        list(GgufSource(path).tensors(keep_packed=True))
