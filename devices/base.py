@@ -192,7 +192,7 @@ class Operators(Protocol):
 
 
 class PackedWeight(Protocol):
-    """A weight [out, in] of few bits in a device's own form, made for activations of one dtype."""
+    """A weight [out, in] in a device's own form, made for activations of one dtype."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -210,8 +210,9 @@ class PackedWeight(Protocol):
         ...
 
 
-Pack = Callable[["QuantizedWeight", "torch.dtype"], PackedWeight]
-"""Takes a weight of few bits over, for activations of a dtype."""
+Pack = Callable[["QuantizedWeight | torch.Tensor", "torch.dtype"], PackedWeight | None]
+"""Takes a weight [out, in] over, for activations of a dtype; None: a tensor that is best left as it is. A weight of few
+bits is always taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +272,7 @@ class Device(Protocol):
 
     @property
     def pack(self) -> Pack | None:
-        """None: it multiplies with weights of 16 and more bits only."""
+        """None: it has no products with weights of few bits, and reads tensors as they are."""
         ...
 
     def memory(self) -> MemoryInfo: ...

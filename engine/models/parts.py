@@ -114,6 +114,9 @@ class Table:
             held = _held([destination.take()], destination.dtype, device)
         else:
             held = destination
+        del destination
+        if isinstance(held, torch.Tensor) and device.pack is not None:
+            held = device.pack(held, held.dtype) or held
         if isinstance(held, torch.Tensor):
             weight = held
             self.num_bytes = weight.nbytes
@@ -195,6 +198,5 @@ def _held(
     packed = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     if not packed:
         return torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)])
-    if device.pack is not None:
-        return device.pack(joined(packed), dtype)
-    return joined(packed).dequantized(dtype).to(device.torch_device)
+    taken = None if device.pack is None else device.pack(joined(packed), dtype)
+    return taken if taken is not None else joined(packed).dequantized(dtype).to(device.torch_device)

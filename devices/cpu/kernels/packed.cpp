@@ -107,17 +107,6 @@ static inline Vec halves(const uint16_t *p) {
 #endif
 }
 
-static inline void put(float *to, Vec x) { *(Vec *)to = x; }
-
-// As `put` of one element, for LANES.
-static inline void put(bf16 *to, Vec x) {
-    typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
-    typedef bf16 Halves __attribute__((vector_size(LANES * 2)));
-    Words bits = (Words)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
-    Halves halves = __builtin_convertvector((x == x ? rounded : bits | 0x400000) >> 16, Halves);
-    std::memcpy(to, &halves, sizeof halves);
-}
-
 // Rows of x in 8 bits: x = scale * quant; `start` is what a sum begins with (the zero of the weight times -sum(quant)),
 // `total` is scale * sum(quant), which a minimum is multiplied with.
 struct Rounded {
