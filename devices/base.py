@@ -1,4 +1,4 @@
-"""What the engine may ask of a device: a frozen set of capabilities and five small protocols.
+"""What the engine may ask of a device: a frozen set of capabilities and six small protocols.
 
 Code above `devices/` asks `Capabilities`, never a device's name. Everything in it defaults to "no", so a device that
 forgets to declare something is refused where it matters instead of computing something wrong. `Device` opens memory
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+
+    from devices.quantized import QuantizedWeight
 
 ResumeUnit = Literal["token", "page"]
 MaskKind = Literal["causal", "window"]
@@ -190,6 +192,30 @@ class Operators(Protocol):
         ...
 
 
+class PackedWeight(Protocol):
+    """A weight [out, in] in a device's own form, made for activations of one dtype."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def linear(self, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> Linear:
+        """See `Operators.linear`."""
+        ...
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight as an embedding has them, [tokens, in]; ids: int64 [tokens].
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        ...
+
+
+Pack = Callable[["QuantizedWeight | torch.Tensor", "torch.dtype"], PackedWeight | None]
+"""Takes a weight [out, in] over, for activations of a dtype; None: a tensor that is best left as it is. A weight of few
+bits is always taken."""
+
+
 class Device(Protocol):
     """One opened device."""
 
@@ -212,6 +238,11 @@ class Device(Protocol):
 
     @property
     def sampler(self) -> Sampler | None: ...
+
+    @property
+    def pack(self) -> Pack | None:
+        """None: it has no products with weights of few bits, and reads tensors as they are."""
+        ...
 
     def memory(self) -> MemoryInfo: ...
 

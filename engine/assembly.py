@@ -12,7 +12,7 @@ from devices.base import Capabilities, Device, UnsupportedPageSize, check_page_s
 from devices.page_pool import PageFamilies, PageFamily
 from devices.pages import align_resume
 from devices.registry import DeviceUnavailable, open_device
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelArgs
 from engine.core import EngineCore
 from engine.errors import BadRequest, ConfigError
 from engine.graphs import graph_sizes
@@ -26,6 +26,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.text.tokenizer import Tokenizer
 from engine.weights.catalog import cache_dir, resolve_model
 from engine.weights.gguf import GgufSource
+from engine.weights.slot import Quantization
 from engine.weights.source import WeightSource, open_source
 from mem_cache.allocation import KvAllocator
 from mem_cache.kv_info import RowGeometry
@@ -73,7 +74,9 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
     _check_attention(model_config, device)
 
     total_bytes = device.memory().total_bytes
-    model, report = load_model(source, dtype, device, context_len, progress)
+    quantization = choose_quantization(config.model, model_config.saved_dtype, device)
+    model, report = load_model(source, dtype, device, context_len, progress, quantization)
+    logger.info("weights: %.0f MB, quantization %s", report.num_bytes / 1e6, quantization)
     chunk = chunk_tokens(config.chunk_tokens, capabilities, page_size)
     layer_bytes = attention_token_bytes(1, model_config.num_kv_heads, model_config.head_dim, kv_dtype.itemsize)
     windowed = None if config.memory.disable_hybrid_swa_memory else windowed_layers(model_config, layer_bytes, chunk)
@@ -194,6 +197,22 @@ def choose_dtype(wanted: str, saved: str | None, supported: tuple[str, ...]) -> 
         raise ConfigError(f"dtype={wanted} is not supported by this device: it computes {', '.join(supported)}")
     dtype: torch.dtype = getattr(torch, wanted)
     return dtype
+
+
+def choose_quantization(model: ModelArgs, saved: str | None, device: Device) -> Quantization:
+    """Which weights stay in few bits; `saved` None: most are in the file.
+
+    A device that has no products of few bits computes with the same rounded values as numbers of its dtype, if one asks
+    for rounding by name.
+    """
+    if model.quantization == "auto":
+        keeps = saved is None and device.pack is not None and model.dtype != "float32"
+        return "file" if keeps else "none"
+    if model.quantization == "none":
+        return "none"
+    if device.pack is None:
+        logger.info("quantization: weights are rounded, and held as floats: this device multiplies with those only")
+    return "int8" if model.quantization == "int8" else "int4"
 
 
 def chunk_tokens(wanted: int | None, capabilities: Capabilities, page_size: int) -> int | None:

@@ -47,6 +47,12 @@ class ModelArgs:
         "Weights and activations; auto keeps the dtype that the weights are saved in.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str = arg(
+        "auto",
+        "Weights in few bits: auto keeps those of a GGUF file in 4 or 8 bits where the device multiplies with such and "
+        "--dtype is not float32; none makes all of them --dtype; int8 and int4 round the others as well.",
+        choices=("auto", "none", "int8", "int4"),
+    )
     kernels: str = arg(
         "auto", "The device's own kernels, or its plain torch forms (slower).", choices=("auto", "torch")
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -58,8 +59,15 @@ def gguf_tensors(model: PreTrainedModel, permuted: bool) -> dict[str, np.ndarray
     return tensors
 
 
-def write_tiny_gguf(path: Path, model: PreTrainedModel, arch: str, quant: str = "F32") -> Path:
-    """Write `model` as a GGUF of architecture `arch` with a byte-level vocabulary; matrices are stored as `quant`."""
+def write_tiny_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    arch: str,
+    quant: str = "F32",
+    store: Callable[[np.ndarray, str], np.ndarray] | None = None,
+) -> Path:
+    """Write `model` as a GGUF of architecture `arch` with a byte-level vocabulary; matrices are stored as `quant`, by
+    `store` (values, quant) if the package cannot."""
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
@@ -94,7 +102,9 @@ def write_tiny_gguf(path: Path, model: PreTrainedModel, arch: str, quant: str = 
     writer.add_eos_token_id(2)
     for name, values in gguf_tensors(model, permuted=arch == "llama").items():
         kind = GGMLQuantizationType[quant if values.ndim > 1 else "F32"]
-        writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
+        own = store is not None and values.ndim > 1
+        stored = store(values, quant) if own and store is not None else quantize(values, kind)
+        writer.add_tensor(name, stored, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import platform
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,15 @@ from devices.base import (
     KvLayer,
     MemoryInfo,
     Operators,
+    Pack,
+    PackedWeight,
 )
 from devices.cpu.kernels.attention import KernelAttention
+from devices.cpu.kernels.bf16 import Bf16Weight, takes
 from devices.cpu.kernels.build import KernelsUnavailable, load_kernels
 from devices.cpu.kernels.operators import KernelOperators
+from devices.cpu.kernels.packed import KernelPackedWeight
+from devices.quantized import QuantizedWeight
 from devices.torch_forms.attention import PagedAttention
 from devices.torch_forms.operators import TorchOperators
 from devices.torch_forms.transfer import placed
@@ -64,6 +71,7 @@ class CpuDevice:
             TorchOperators() if self._library is None else KernelOperators(self._library, fast_bf16)
         )
         self.sampler = None
+        self.pack: Pack | None = None if self._library is None else partial(_pack, self._library, fast_bf16)
         self.description = (
             f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, prefers {dtypes[0]}, "
             f"page {self.capabilities.default_page_size}, resumes at the token, {reason}"
@@ -106,6 +114,14 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         """CPU work is done when its call returns."""
+
+
+def _pack(
+    library: ctypes.CDLL, fast_bf16: bool, weight: QuantizedWeight | torch.Tensor, dtype: torch.dtype
+) -> PackedWeight | None:
+    if isinstance(weight, QuantizedWeight):
+        return KernelPackedWeight(library, weight, dtype)
+    return Bf16Weight(library, weight) if fast_bf16 and takes(weight) else None
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -84,6 +84,7 @@ class CudaDevice:
             overlap=True,
             collectives="nccl",
         )
+        self.pack = None
         self.operators: Operators
         self.sampler: Sampler | None
         if self._has_kernels:

@@ -49,6 +49,7 @@ class NpuDevice:
         else:
             self.operators, self.sampler = TorchOperators(), None
         self._slots = choose_slots(kernels, found.is_emulated)
+        self.pack = None
         self.description = ", ".join(self._about(found, kernels))
 
     def _about(self, found: Found, kernels: KernelChoice) -> list[str]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from devices.base import AttentionBackend, Device, KvLayer, Linear
 from engine.models.config import ModelConfig
-from engine.models.layers import GatedMlp, Mlp, MoeMlp, Named, Parts
+from engine.models.layers import GatedMlp, Mlp, MoeMlp
+from engine.models.parts import Named, Parts
 from engine.models.rope import Rotation, build_rope
+from engine.weights.slot import Quantization
 
 LM_HEAD = "lm_head.weight"
 
@@ -40,7 +41,7 @@ class DecoderLayer:
             self.mlp = GatedMlp(parts, hidden, config.intermediate_size, config.mlp_bias)
 
     def destinations(self, prefix: str) -> Named:
-        named = {
+        named: Named = {
             f"{prefix}.input_layernorm.weight": self.input_norm,
             f"{prefix}.post_attention_layernorm.weight": self.post_norm,
         }
@@ -79,28 +80,35 @@ class DecoderLayer:
 class Decoder:
     """The model on one device. Fill every entry of `destinations`, then `prepare` it, then it runs."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: Device, context_len: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: Device,
+        context_len: int,
+        quantization: Quantization = "none",
+    ) -> None:
         """`context_len`: the longest sequence that the engine takes, in tokens; some ropes depend on it."""
         self.config = config
-        self._parts = parts = Parts(dtype, device)
+        self._parts = parts = Parts(dtype, device, quantization)
         self.rope = build_rope(config.rope, config.head_dim, context_len, device.torch_device)
-        self.embedding = parts.tensor(config.vocab_size, config.hidden_size)
+        self._embedding = parts.table(config.vocab_size, config.hidden_size)
         self.layers = [DecoderLayer(config, index, parts) for index in range(config.num_layers)]
         self.norm = parts.tensor(config.hidden_size)
-        self._head = self.embedding if config.tie_word_embeddings else parts.tensor(*self.embedding.shape)
+        is_tied = config.tie_word_embeddings
+        self._head = self._embedding if is_tied else parts.table(config.vocab_size, config.hidden_size)
         self._project: Linear
 
     def prepare(self) -> None:
         """Give the filled weights to the device; `destinations` may not be asked for again."""
         self._parts.prepare()
-        self._project = self._parts.operators.linear(self._head, out_dtype=torch.float32)
-        del self._head
+        self._project = self._head.linear(torch.float32)
 
     def destinations(self) -> Named:
         """Where each tensor of a model file goes: Hugging Face name -> a view of the weights."""
-        named = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        named: Named = {"model.embed_tokens.weight": self._embedding.destination, "model.norm.weight": self.norm}
         if not self.config.tie_word_embeddings:
-            named[LM_HEAD] = self._head
+            named[LM_HEAD] = self._head.destination
         for index, layer in enumerate(self.layers):
             named |= layer.destinations(f"model.layers.{index}")
         return named
@@ -112,7 +120,7 @@ class Decoder:
     @property
     def step_bytes(self) -> int:
         """Bytes of weights that a step reads, if it reaches all experts: all but an embedding that is not the head."""
-        return self._parts.num_bytes - (0 if self.config.tie_word_embeddings else self.embedding.nbytes)
+        return self._parts.num_bytes - (0 if self.config.tie_word_embeddings else self._embedding.num_bytes)
 
     @property
     def is_static(self) -> bool:
@@ -140,7 +148,7 @@ class Decoder:
         Returns:
             Hidden states for `logits`, [wanted, hidden_size].
         """
-        x = F.embedding(token_ids, self.embedding)
+        x = self._embedding.rows(token_ids)
         residual = torch.zeros_like(x)
         turns = self.rope.at(positions)
         for layer, backend, kv in zip(self.layers, attention, kv_layers, strict=True):

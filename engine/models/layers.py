@@ -1,4 +1,4 @@
-"""The parts a decoder layer is made of: fused linears, a dense MLP, a mixture of experts.
+"""The parts a decoder layer is made of: a dense MLP, a mixture of experts.
 
 Each part allocates its weights uninitialised and lists, under the names that model files use, the views that have to
 be filled. Weights are [out, in]. Once they are filled they are the device's, which may keep them in a form of its own.
@@ -6,70 +6,12 @@ be filled. Weights are [out, in]. Once they are filled they are the device's, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from devices.base import Device, Linear, Operators
 from engine.models.config import MoeConfig
-
-Named = dict[str, torch.Tensor]
-
-
-class FusedLinear:
-    """Several projections of the same input in one product: `y = x W^T + b`, the parts side by side in `y`."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, sizes: Sequence[int]) -> None:
-        self._weight, self._bias, self._sizes = weight, bias, list(sizes)
-        self._product: Linear
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x)
-
-    def prepare(self, operators: Operators) -> None:
-        """Give the filled weights to the device; `destinations` has nothing to list any more."""
-        self._product = operators.linear(self._weight, self._bias)
-        del self._weight, self._bias
-
-    def destinations(self, names: Sequence[str]) -> Named:
-        """`names`: one for each part, without ".weight" and ".bias"."""
-        parts = zip(names, torch.split(self._weight, self._sizes), strict=True)
-        named = {f"{name}.weight": part for name, part in parts}
-        if self._bias is not None:
-            biases = zip(names, torch.split(self._bias, self._sizes), strict=True)
-            named |= {f"{name}.bias": part for name, part in biases}
-        return named
-
-
-class Parts:
-    """Allocates the weights of a model on its device, and remembers the linears among them.
-
-    Attributes:
-        num_bytes: of all weights so far.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: Device) -> None:
-        self.operators, self.dtype = device.operators, dtype
-        self.num_bytes = 0
-        self._device = device.torch_device
-        self._linears: list[FusedLinear] = []
-
-    def tensor(self, *shape: int) -> torch.Tensor:
-        """An uninitialised weight."""
-        weight = torch.empty(shape, dtype=self.dtype, device=self._device)
-        self.num_bytes += weight.nbytes
-        return weight
-
-    def linear(self, in_size: int, out_sizes: Sequence[int], bias: bool) -> FusedLinear:
-        size = sum(out_sizes)
-        self._linears.append(FusedLinear(self.tensor(size, in_size), self.tensor(size) if bias else None, out_sizes))
-        return self._linears[-1]
-
-    def prepare(self) -> None:
-        """Make every linear ready to run, once all weights are filled."""
-        for linear in self._linears:
-            linear.prepare(self.operators)
+from engine.models.parts import Named, Parts
 
 
 class Mlp(Protocol):
@@ -105,7 +47,7 @@ class MoeMlp:
 
     def __init__(self, parts: Parts, hidden_size: int, moe: MoeConfig) -> None:
         self._moe = moe
-        self._router = parts.linear(hidden_size, (moe.num_experts,), bias=False)
+        self._router = parts.linear(hidden_size, (moe.num_experts,), bias=False, rounded=False)
         size = moe.intermediate_size
         self._experts = [GatedMlp(parts, hidden_size, size, bias=False) for _ in range(moe.num_experts)]
 

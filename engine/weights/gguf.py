@@ -15,17 +15,21 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from gguf.constants import GGML_QUANT_SIZES, MODEL_TENSOR, TENSOR_NAMES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from devices.quantized import QuantizedWeight
 from engine.errors import ModelLoadError
 from engine.models.architectures import ARCHITECTURES
 from engine.models.config import ModelConfig
+from engine.weights.gguf_blocks import packed
 
 # Types that are read as they are; the others here are dequantised to float32.
 _PLAIN_DTYPES = {
@@ -134,17 +138,24 @@ class GgufSource:
         """Hugging Face names of all tensors."""
         return frozenset(self._tensors)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor once, in file order: float16 and bfloat16 as saved, the rest float32."""
+    def tensors(self, keep_packed: bool = False) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+        """Each tensor once, in file order: float16 and bfloat16 as saved, the rest float32.
+
+        Args:
+            keep_packed: quantised matrices come as `gguf_blocks.packed` gives them.
+        """
         permuted = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads} if self._is_permuted else {}
         for name, entry in self._tensors.items():
-            tensor = self._read(entry)
+            tensor = self._read_packed(entry) if keep_packed and _is_packed(entry) else self._read(entry)
             num_heads = permuted.get(name.split(".")[-2])
             if num_heads is not None:
                 rows = num_heads * self.config.head_dim
                 if tensor.shape[0] != rows:
                     raise ModelLoadError(f"{self.path}: {entry.name} has shape {entry.shape}: needs {rows} rows")
-                tensor = unpermute_rope(tensor, num_heads)
+                if isinstance(tensor, QuantizedWeight):
+                    tensor = tensor.with_rows(partial(unpermute_rope, num_heads=num_heads))
+                else:
+                    tensor = unpermute_rope(tensor, num_heads)
             yield name, tensor
 
     def _named(self, name: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
@@ -163,14 +174,22 @@ class GgufSource:
         }
 
     def _read(self, entry: GgufTensor) -> torch.Tensor:
-        raw = np.frombuffer(self._file, np.uint8, entry.num_bytes, entry.offset)
         if entry.quant_type in _PLAIN_DTYPES:
-            flat = torch.from_numpy(raw.copy()).view(_PLAIN_DTYPES[entry.quant_type])
-        else:
-            block_size, block_bytes = GGML_QUANT_SIZES[entry.quant_type]
-            rows = raw.reshape(-1, entry.shape[-1] // block_size * block_bytes)
-            flat = torch.from_numpy(dequantize(rows, entry.quant_type))
-        return flat.reshape(entry.shape)
+            raw = np.frombuffer(self._file, np.uint8, entry.num_bytes, entry.offset)
+            return torch.from_numpy(raw.copy()).view(_PLAIN_DTYPES[entry.quant_type]).reshape(entry.shape)
+        return torch.from_numpy(dequantize(self._rows(entry), entry.quant_type)).reshape(entry.shape)
+
+    def _read_packed(self, entry: GgufTensor) -> QuantizedWeight:
+        try:
+            return packed(self._rows(entry), entry.quant_type, entry.shape[1])
+        except ValueError as error:
+            raise ModelLoadError(f"{self.path}: {entry.name}: {error}") from error
+
+    def _rows(self, entry: GgufTensor) -> npt.NDArray[np.uint8]:
+        """Bytes of a quantised tensor, a row of blocks each."""
+        block_size, block_bytes = GGML_QUANT_SIZES[entry.quant_type]
+        raw = np.frombuffer(self._file, np.uint8, entry.num_bytes, entry.offset)
+        return raw.reshape(-1, entry.shape[-1] // block_size * block_bytes)
 
 
 def canonical_names(num_layers: int, has_experts: bool = False) -> dict[str, str]:
@@ -337,6 +356,10 @@ def _map_file(path: Path) -> mmap.mmap:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise ModelLoadError(f"{path}: cannot be read as a GGUF file: {error}") from error
+
+
+def _is_packed(entry: GgufTensor) -> bool:
+    return entry.quant_type not in _PLAIN_DTYPES and len(entry.shape) == 2
 
 
 def _most_common_dtype(tensors: list[GgufTensor]) -> str | None:

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
+from devices.quantized import QuantizedWeight
 from engine.errors import ModelLoadError
+from engine.weights.slot import WeightSlot
 from engine.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ class LoadReport:
 
 @torch.no_grad()
 def load_weights(
-    destinations: Mapping[str, torch.Tensor],
+    destinations: Mapping[str, torch.Tensor | WeightSlot],
     source: WeightSource,
     *,
     optional: Container[str] = (),
@@ -49,7 +51,8 @@ def load_weights(
     """Copy every tensor of `source` into the destination of its name, converting dtype and device.
 
     Args:
-        destinations: canonical name -> tensor of exactly the file's shape, written in place.
+        destinations: canonical name -> tensor of exactly the file's shape, written in place, or a slot of that shape;
+            with slots among them the source is asked to keep packed what is.
         source: each of its tensors must have a destination, be in `optional`, match `IGNORED_PATTERNS` or be empty.
         optional: names tied to the embedding ("lm_head.weight" of a tied model) that the file may still hold. They are
             not loaded; one that differs from the embedding is logged as a warning.
@@ -69,18 +72,19 @@ def load_weights(
             + (f"; {len(unused)} tensors in it are no parameter: {_listed(unused)}" if unused else "")
         )
     seen: set[str] = set()
-    tied: dict[str, torch.Tensor] = {}
+    tied: dict[str, torch.Tensor | QuantizedWeight] = {}
     problems: list[str] = []
-    for name, tensor in source.tensors():
+    has_slots = any(isinstance(destination, WeightSlot) for destination in destinations.values())
+    for name, tensor in source.tensors(keep_packed=True) if has_slots else source.tensors():
         if name in seen:
             raise ModelLoadError(f"{source.path}: holds {name} twice")
         seen.add(name)
         if name in destinations:
-            problem = _fill(destinations[name], tensor)
+            problem = _put(destinations[name], tensor)
             problems += [f"{name} {problem}"] if problem else []
         elif name in optional:
             tied[name] = tensor
-        elif tensor.numel() and not _may_be_left(name, optional):
+        elif 0 not in tensor.shape and not _may_be_left(name, optional):
             problems.append(f"{name} {_shape(tensor)} is no parameter of this model")
         if progress is not None:
             progress(len(seen), len(available))
@@ -93,8 +97,33 @@ def load_weights(
     for name, tensor in tied.items():
         if EMBEDDING in destinations:
             _warn_unless_tied(name, tensor, destinations[EMBEDDING])
-    num_bytes = sum(tensor.nbytes for tensor in destinations.values())
+    num_bytes = sum(destination.nbytes for destination in destinations.values())
     return LoadReport(len(destinations), num_bytes, time.perf_counter() - start)
+
+
+def _put(destination: torch.Tensor | WeightSlot, tensor: torch.Tensor | QuantizedWeight) -> str | None:
+    """Give `tensor` to its destination; what forbids it, or None."""
+    if isinstance(destination, torch.Tensor):
+        return _fill(destination, _dense(tensor))
+    if isinstance(tensor, torch.Tensor) and destination.bits is None:
+        plain = torch.empty(destination.shape, dtype=destination.dtype)
+        problem = _fill(plain, tensor)
+        if problem is None:
+            destination.put(plain)
+        return problem
+    if tensor.shape != destination.shape:
+        return f"has shape {_shape(tensor)}, needs {_shape(destination)}"
+    if isinstance(tensor, torch.Tensor) and tensor.dtype not in _FLOAT_DTYPES:
+        return f"has dtype {tensor.dtype}, needs a plain float: this quantisation is not supported"
+    try:
+        destination.put(tensor)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _dense(tensor: torch.Tensor | QuantizedWeight) -> torch.Tensor:
+    return tensor if isinstance(tensor, torch.Tensor) else tensor.dequantized(torch.float32)
 
 
 def _fill(destination: torch.Tensor, tensor: torch.Tensor) -> str | None:
@@ -118,8 +147,12 @@ def _may_be_left(name: str, optional: Container[str]) -> bool:
     return name in optional or any(fnmatch.fnmatchcase(name, pattern) for pattern in IGNORED_PATTERNS)
 
 
-def _warn_unless_tied(name: str, tensor: torch.Tensor, embedding: torch.Tensor) -> None:
-    if not torch.equal(tensor.to(embedding), embedding):
+def _warn_unless_tied(name: str, tensor: torch.Tensor | QuantizedWeight, embedding: torch.Tensor | WeightSlot) -> None:
+    if isinstance(embedding, WeightSlot):
+        is_tied = embedding.would_keep(tensor)
+    else:
+        is_tied = torch.equal(_dense(tensor).to(embedding), embedding)
+    if not is_tied:
         logger.warning(
             "%s is in the file and differs from %s, but the config says they are tied: it is not used; "
             "set tie_word_embeddings to false to use it",
@@ -128,7 +161,7 @@ def _warn_unless_tied(name: str, tensor: torch.Tensor, embedding: torch.Tensor) 
         )
 
 
-def _shape(tensor: torch.Tensor) -> str:
+def _shape(tensor: torch.Tensor | WeightSlot | QuantizedWeight) -> str:
     return str(list(tensor.shape))
 
 

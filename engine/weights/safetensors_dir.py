@@ -50,8 +50,8 @@ class SafetensorsSource:
         """Names of all tensors of all files."""
         return frozenset(name for names in self._files.values() for name in names)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor once, file after file, in its saved dtype; scalars and empty tensors too."""
+    def tensors(self, keep_packed: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor once, file after file, in its saved dtype; scalars and empty tensors too. None comes packed."""
         for file, names in self._files.items():
             try:
                 with safe_open(self.path / file, framework="pt") as reader:

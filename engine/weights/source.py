@@ -16,6 +16,8 @@ from engine.models.config import ModelConfig
 if TYPE_CHECKING:
     import torch
 
+    from devices.quantized import QuantizedWeight
+
 
 class WeightSource(Protocol):
     """Checked model files. Opening one reads headers only; `tensors` may be called again for another pass.
@@ -32,8 +34,12 @@ class WeightSource(Protocol):
         """Hugging Face names ("model.layers.0.self_attn.q_proj.weight") of everything `tensors` yields."""
         ...
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor once, one at a time, in the dtype of the file or, if quantised there, in float32."""
+    def tensors(self, keep_packed: bool = False) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+        """Each tensor once, one at a time, in the dtype of the file or, if quantised there, in float32.
+
+        Args:
+            keep_packed: quantised matrices come as a QuantizedWeight.
+        """
         ...
 
 

@@ -18,6 +18,7 @@ from devices.base import AttentionBackend, AttentionMetadata, KvLayer
 from devices.cpu.device import CpuDevice
 from devices.cpu.kernels import build
 from devices.cpu.kernels.attention import KernelAttention
+from devices.cpu.kernels.bf16 import Bf16Weight
 from devices.cpu.kernels.build import KernelsUnavailable, load_kernels
 from devices.cpu.kernels.operators import MAX_KERNEL_ROWS, KernelOperators
 from devices.pages import page_count, ragged_slots
@@ -100,6 +101,43 @@ def test_a_linear_refuses_another_dtype_or_size() -> None:
     for x in (draw(2, 8, dtype=torch.bfloat16), draw(2, 7, dtype=torch.float32)):
         with pytest.raises(ValueError, match="does not fit"):
             linear(x)
+
+
+@pytest.mark.parametrize(("outs", "ins"), [(1, 2), (31, 16), (32, 48), (130, 576), (64, 30), (5, 4098)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_bf16_panels_of_every_shape(outs: int, ins: int, has_bias: bool) -> None:
+    weight = draw(outs, ins, dtype=torch.bfloat16)
+    bias = draw(outs, dtype=torch.bfloat16, seed=1) if has_bias else None
+    linear = KernelOperators(LIBRARY, has_fast_bf16=True).linear(weight, bias, torch.float32)
+    rounded = KernelOperators(LIBRARY, has_fast_bf16=True).linear(weight, bias)
+    x = draw(70, ins, dtype=torch.bfloat16, seed=2)
+    want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    whole = linear(x)
+    for rows in (0, 1, 2, 7, 8, 13, 70):
+        got = linear(x[70 - rows :])
+        assert torch.equal(got, whole[70 - rows :])
+        assert torch.equal(rounded(x[70 - rows :]), got.bfloat16())
+        torch.testing.assert_close(got.double(), want[70 - rows :], rtol=1e-5, atol=1e-5 * ins)
+
+
+def test_bf16_panels_give_rows_and_refuse_what_does_not_fit() -> None:
+    weight = draw(70, 10, dtype=torch.bfloat16)
+    held = Bf16Weight(LIBRARY, weight)
+    ids = torch.tensor([69, 0, 33, 33])
+    assert torch.equal(held.rows(ids), weight[ids])
+    for wrong in (-1, 70):
+        with pytest.raises(IndexError, match="of a weight with 70"):
+            held.rows(torch.tensor([0, wrong]))
+    view = draw(6, 30, dtype=torch.bfloat16, seed=1)[::2, 5:15]
+    assert torch.equal(held.linear()(view), held.linear()(view.contiguous()))
+    for x in (draw(2, 10, dtype=torch.float32), draw(2, 12, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="does not fit"):
+            held.linear()(x)
+
+
+def test_rows_of_odd_size_take_the_other_form() -> None:
+    weight, x = draw(6, 31, dtype=torch.bfloat16), draw(3, 31, dtype=torch.bfloat16, seed=1)
+    assert_near(KernelOperators(LIBRARY, has_fast_bf16=True).linear(weight)(x), ORACLE.linear(weight)(x))
 
 
 @dtypes

@@ -36,6 +36,9 @@ _SIGNATURES = {
     **{f"add_rms_norm_{dtype}": "pppppllfi" for dtype in ("bf16", "f32")},
     **{f"silu_mul_{dtype}": "pplli" for dtype in ("bf16", "f32")},
     **{f"rotate_{dtype}": "plpppllli" for dtype in ("bf16", "f32")},
+    **{f"packed_linear_{types}": "plpppli" for types in ("bf16_bf16", "bf16_f32", "f32_f32")},
+    **{f"bf16_linear_{dtype}": "plpppllli" for dtype in ("bf16", "f32")},
+    **{f"packed_rows_{dtype}": "pppl" for dtype in ("bf16", "f32")},
     **{f"attention_{q}_{kv}": "plplplpppplppplpi" for q in ("bf16", "f32") for kv in ("bf16", "f32")},
 }
 """Function -> its arguments, a letter each (`_TYPES`); the extern "C" parts of the sources have their names."""
@@ -59,15 +62,21 @@ def load_kernels(folder: Path = KERNEL_FOLDER) -> ctypes.CDLL:
         path = folder.expanduser() / f"cpu-{_fingerprint(compiler)}.so"
         if not path.exists():
             _compile(compiler, path)
-        library = ctypes.CDLL(str(path))
-        for name, letters in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = [_TYPES[letter] for letter in letters], None
+        library = declared(ctypes.CDLL(str(path)))
     except subprocess.CalledProcessError as error:
         first = next((line for line in error.stderr.splitlines() if "error" in line), "no message")
         raise KernelsUnavailable(f"{COMPILER} could not build the CPU kernels: {first}") from error
     except (OSError, AttributeError, RuntimeError, subprocess.TimeoutExpired) as error:
         raise KernelsUnavailable(f"the CPU kernels cannot be built or loaded: {error}") from error
+    return library
+
+
+def declared(library: ctypes.CDLL, prefix: str = "") -> ctypes.CDLL:
+    """`library`, whose functions whose names begin with `prefix` know their arguments."""
+    for name, letters in _SIGNATURES.items():
+        if name.startswith(prefix):
+            function = getattr(library, name)
+            function.argtypes, function.restype = [_TYPES[letter] for letter in letters], None
     return library
 
 

@@ -112,6 +112,17 @@ static inline float exp_of(float x) {
     return p * bits_as<float>((bits_as<uint32_t>(shifted) + 127) << 23);
 }
 
+static inline void put(float *to, Vec x) { *(Vec *)to = x; }
+
+// As `put` of one element, for LANES.
+static inline void put(bf16 *to, Vec x) {
+    typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+    typedef bf16 Halves __attribute__((vector_size(LANES * 2)));
+    Words bits = (Words)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
+    Halves halves = __builtin_convertvector((x == x ? rounded : bits | 0x400000) >> 16, Halves);
+    std::memcpy(to, &halves, sizeof halves);
+}
+
 typedef float Quad __attribute__((vector_size(16)));
 
 static inline void put(float *to, Quad x) { std::memcpy(to, &x, sizeof x); }

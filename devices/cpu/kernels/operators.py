@@ -2,7 +2,8 @@
 
 Few rows (decode) are bound by reading the weight, which torch's products do slowly, and slower still in bf16 on
 processors without bf16 instructions. Many rows (prefill) are bound by arithmetic: MKL's fp32 product is used for them,
-on fp32 copies of one part of a bf16 weight after another.
+on fp32 copies of one part of a bf16 weight after another. Where the processor multiplies bf16, a bf16 weight goes into
+panels (`bf16.py`), which serve any number of rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from devices.base import Linear
+from devices.cpu.kernels.bf16 import Bf16Weight, takes
 
 MAX_KERNEL_ROWS = 64
 """With more rows than this, MKL is faster."""
@@ -28,13 +30,15 @@ class KernelOperators:
     """See `devices.base.Operators`. Tensors may have any row stride; rows are copied when they are not contiguous."""
 
     def __init__(self, library: ctypes.CDLL, has_fast_bf16: bool) -> None:
-        """`has_fast_bf16`: torch's own bf16 products are the best for many rows."""
+        """`has_fast_bf16`: the processor multiplies bf16, and a bf16 weight is kept in a form for that."""
         self._library = library
         self._has_fast_bf16 = has_fast_bf16
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Linear:
+        if self._has_fast_bf16 and takes(weight):
+            return Bf16Weight(self._library, weight).linear(bias, out_dtype)
         return _KernelLinear(self._library, weight, bias, out_dtype or weight.dtype, self._has_fast_bf16)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,0 +1,53 @@
+"""bf16 weights in the layout of `bf16.cpp`, for processors that multiply bf16."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+
+from devices.base import Linear
+
+
+def takes(weight: torch.Tensor) -> bool:
+    """Whether `Bf16Weight` has a form of it."""
+    return weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+
+
+class Bf16Weight:
+    """See `devices.base.PackedWeight`. A row of a product depends on its own input row only, to the last bit."""
+
+    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor) -> None:
+        """`weight`: one that `takes` it."""
+        self._library, self._shape = library, weight.shape
+        width = ctypes.c_int.in_dll(library, "bf16_width").value
+        padded = F.pad(weight, (0, 0, 0, -weight.shape[0] % width))
+        panels = padded.reshape(-1, width, weight.shape[1] // 2, 2)
+        self._panels = panels.transpose(1, 2).contiguous()  # [panels, in / 2, width, 2]
+        self.num_bytes = self._panels.nbytes
+
+    def linear(self, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> Linear:
+        out_dtype = out_dtype or torch.bfloat16
+        function = self._library.bf16_linear_f32 if out_dtype == torch.float32 else self._library.bf16_linear_bf16
+        bias_at, weight_at = None if bias is None else bias.data_ptr(), self._panels.data_ptr()
+        out_size, in_size = self._shape
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            if x.dtype != torch.bfloat16 or x.shape[1] != in_size or (bias is not None and len(bias) != out_size):
+                raise ValueError(f"{x.dtype} {list(x.shape)} does not fit torch.bfloat16 {list(self._shape)}")
+            x = x if x.stride(1) == 1 else x.contiguous()
+            rows, threads = x.shape[0], torch.get_num_threads()
+            y = torch.empty(rows, out_size, dtype=out_dtype)
+            function(x.data_ptr(), x.stride(0), weight_at, bias_at, y.data_ptr(), rows, out_size, in_size, threads)
+            return y
+
+        return product
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """See `devices.base.PackedWeight.rows`."""
+        numbers = ids.numpy()
+        if len(numbers) and (numbers.min() < 0 or numbers.max() >= self._shape[0]):
+            raise IndexError(f"rows {numbers.min()} to {numbers.max()} of a weight with {self._shape[0]}")
+        width = self._panels.shape[2]
+        return self._panels[ids // width, :, ids % width].flatten(1)

@@ -1,0 +1,285 @@
+// y = x W^T + b with W in 4 or 8 bits. Rows of x are rounded to 8 bits, each 32 elements with a scale of their own, so
+// that products are of integers; what they sum to is exact, and is scaled and added up in fp32, block after block. A row
+// of y depends on its row of x alone, to the last bit: the order of additions is one for all shapes of tiles.
+//
+// W lies in panels of LANES rows, a block of 32 columns after the other. A word holds four columns of one row:
+//
+//     8 bit   quants [panels][blocks][8][LANES] words: columns 4v .. 4v + 3
+//     4 bit   quants [panels][blocks][4][LANES] words: columns 4v .. 4v + 3 in the low halves of the bytes,
+//                                                      columns 16 + 4v .. 19 + 4v in the high halves
+//     scales, minima [panels][blocks][LANES] fp16;     w = scale * (quant - zero) + minimum
+
+#include "numeric.h"
+#include <cmath>
+#include <memory>
+#include <omp.h>
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
+typedef int32_t Ints __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+constexpr long BLOCK = 32;
+constexpr int QUADS = BLOCK / 4;
+constexpr long CACHED_BYTES = 256 * 1024;  // rounded rows of x that all panels are multiplied with in turn
+constexpr long AHEAD = 4096;               // bytes that are fetched before they are needed
+
+// With few rows, reading W is all there is: a tile takes one panel, so that a thread reads one stream. With many, it
+// takes two, so that a word of x is used twice. The numbers of rows are those that were fastest, with registers enough.
+constexpr long FEW_ROWS = 32;
+#ifdef __AVX512F__
+template <int BITS, int PANELS> constexpr int TILE_ROWS = PANELS == 1 ? 8 : BITS == 8 ? 4 : 6;
+#else
+template <int BITS, int PANELS> constexpr int TILE_ROWS = PANELS == 1 ? 4 : 2;
+#endif
+
+struct Packed {
+    const uint8_t *quants;
+    const uint16_t *scales, *minima;  // minima: null where all are 0
+    long outs, ins;
+    int bits, zero;
+    long blocks() const { return (ins + BLOCK - 1) / BLOCK; }
+    long panels() const { return (outs + LANES - 1) / LANES; }
+};
+
+// dot(sum, w, x): to each lane the products of its four bytes of w with those of x, which are the same in every lane.
+// Bytes of x are signed and never -128, those of w unsigned. Where no instruction multiplies 8 bit by 8 bit without
+// saturating, w comes with its offset of 128 taken off (SIGNED_8).
+#if defined(__AVX512VNNI__)
+constexpr bool SIGNED_8 = false;
+template <int BITS> static inline Ints dot(Ints sum, Ints w, Ints x) {
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+}
+#elif defined(__AVX512BW__)
+constexpr bool SIGNED_8 = true;
+template <int BITS> static inline Ints dot(Ints sum, Ints w, Ints x) {
+    __m512i unsign = (__m512i)w, sign = (__m512i)x;
+    if (BITS == 8) {
+        __m512i flipped = _mm512_sub_epi8(_mm512_setzero_si512(), sign);
+        sign = _mm512_mask_mov_epi8(sign, _mm512_movepi8_mask(unsign), flipped);
+        unsign = _mm512_abs_epi8(unsign);
+    }
+    return sum + (Ints)_mm512_madd_epi16(_mm512_maddubs_epi16(unsign, sign), _mm512_set1_epi16(1));
+}
+#elif defined(__AVX512F__)
+#define LANE_BY_LANE
+#elif defined(__AVXVNNI__)
+constexpr bool SIGNED_8 = false;
+template <int BITS> static inline Ints dot(Ints sum, Ints w, Ints x) {
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+}
+#elif defined(__AVX2__)
+constexpr bool SIGNED_8 = true;
+template <int BITS> static inline Ints dot(Ints sum, Ints w, Ints x) {
+    __m256i unsign = (__m256i)w, sign = (__m256i)x;
+    if (BITS == 8) {
+        sign = _mm256_sign_epi8(sign, unsign);
+        unsign = _mm256_abs_epi8(unsign);
+    }
+    return sum + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(unsign, sign), _mm256_set1_epi16(1));
+}
+#else
+#define LANE_BY_LANE
+#endif
+#ifdef LANE_BY_LANE
+constexpr bool SIGNED_8 = false;
+template <int BITS> static inline Ints dot(Ints sum, Ints w, Ints x) {
+    for (int byte = 0; byte < 4; byte++) sum += (w >> 8 * byte & 255) * (x << 8 * (3 - byte) >> 24);
+    return sum;
+}
+#endif
+
+// fp16 to fp32, infinities and NaN aside: the exponent is moved by a product, which is exact for subnormals too.
+static inline float half(uint16_t bits) {
+    float size = bits_as<float>(uint32_t(bits & 0x7fff) << 13) * 0x1p112f;
+    return bits & 0x8000 ? -size : size;
+}
+
+static inline Vec halves(const uint16_t *p) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__F16C__)
+    return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+    Vec result;
+    for (int lane = 0; lane < LANES; lane++) result[lane] = half(p[lane]);
+    return result;
+#endif
+}
+
+// Rows of x in 8 bits: x = scale * quant; `start` is what a sum begins with (the zero of the weight times -sum(quant)),
+// `total` is scale * sum(quant), which a minimum is multiplied with.
+struct Rounded {
+    long blocks;
+    std::unique_ptr<int32_t[]> memory;
+    int32_t *quads, *start;
+    float *scale, *total;
+
+    Rounded(long rows, long blocks) : blocks(blocks), memory(new int32_t[rows * blocks * (QUADS + 3) + ALIGN]) {
+        quads = (int32_t *)aligned((float *)memory.get());
+        start = quads + rows * blocks * QUADS;
+        scale = (float *)start + rows * blocks;
+        total = scale + rows * blocks;
+    }
+
+    // `count` elements, then zeros. An infinity or NaN makes the scale NaN, and so the whole row of y.
+    template <class T> void block(long at, const T *x, long count, int zero) {
+        float in[BLOCK] = {}, largest = 0, poison = 0;
+        for (long i = 0; i < count; i++) in[i] = widen(x[i]);
+        for (long i = 0; i < BLOCK; i++) {
+            largest = std::fabs(in[i]) > largest ? std::fabs(in[i]) : largest;
+            poison += in[i] * 0;
+        }
+        float inverse = largest > 1e-30f ? 127 / largest : 0;
+        int32_t sum = 0;
+        int8_t *to = (int8_t *)(quads + at * QUADS);
+        for (long i = 0; i < BLOCK; i++) {
+            int8_t quant = int8_t(bits_as<uint32_t>(in[i] * inverse + 12582912.f));  // 1.5 * 2^23: rounds
+            to[i] = quant;
+            sum += quant;
+        }
+        start[at] = -zero * sum;
+        scale[at] = largest * (1.f / 127) + poison;
+        total[at] = scale[at] * sum;
+    }
+};
+
+template <int BITS, bool MIN, int ROWS, int PANELS>
+__attribute__((noinline)) static void tile(const Rounded &x, long row, const Packed &w, long panel,
+                                           Vec (&result)[ROWS][PANELS]) {
+    constexpr long WORDS = BITS == 8 ? 8 : 4;  // vectors of words in a block
+    long blocks = x.blocks;
+    Vec sum[ROWS][PANELS] = {};
+    for (long b = 0; b < blocks; b++) {
+        Ints dots[ROWS][PANELS];
+        const int32_t *quads[ROWS];
+        for (int r = 0; r < ROWS; r++) {
+            long at = (row + r) * blocks + b;
+            quads[r] = x.quads + at * QUADS;
+            for (int p = 0; p < PANELS; p++) dots[r][p] = Ints{} + x.start[at];
+        }
+        for (int v = 0; v < WORDS; v++) {
+            Ints low[PANELS], high[PANELS];
+            for (int p = 0; p < PANELS; p++) {
+                const uint8_t *at = w.quants + (((panel + p) * blocks + b) * WORDS + v) * LANES * 4;
+                Ints words = *(const Ints *)at;
+                if (row == 0) __builtin_prefetch(at + AHEAD);
+                low[p] = BITS == 4 ? words & 0x0f0f0f0f : SIGNED_8 ? words ^ int(0x80808080) : words;
+                high[p] = words >> 4 & 0x0f0f0f0f;
+            }
+            for (int r = 0; r < ROWS; r++) {
+                Ints quad = Ints{} + quads[r][v];
+                for (int p = 0; p < PANELS; p++) dots[r][p] = dot<BITS>(dots[r][p], low[p], quad);
+            }
+            if (BITS == 8) continue;
+            for (int r = 0; r < ROWS; r++) {
+                Ints quad = Ints{} + quads[r][4 + v];
+                for (int p = 0; p < PANELS; p++) dots[r][p] = dot<BITS>(dots[r][p], high[p], quad);
+            }
+        }
+        for (int p = 0; p < PANELS; p++) {
+            long at = ((panel + p) * blocks + b) * LANES;
+            Vec scale = halves(w.scales + at), minimum = {};
+            if (MIN) minimum = halves(w.minima + at);
+            for (int r = 0; r < ROWS; r++) {
+                long of = (row + r) * blocks + b;
+                sum[r][p] += __builtin_convertvector(dots[r][p], Vec) * (scale * x.scale[of]);
+                if (MIN) sum[r][p] += minimum * x.total[of];
+            }
+        }
+    }
+    std::memcpy(result, sum, sizeof sum);
+}
+
+template <class T, class Y> static inline void finish(Vec sum, long out, const Packed &w, const T *bias, Y *y) {
+    long left = w.outs - out;
+    if (left >= LANES && !bias) {
+        put(y + out, sum);
+        return;
+    }
+    for (long i = 0; i < LANES && i < left; i++) put(y[out + i], sum[i] + (bias ? widen(bias[out + i]) : 0));
+}
+
+// Rows [row, rows) of x with PANELS panels: tiles of ROWS rows, then smaller ones.
+template <int BITS, bool MIN, int ROWS, int PANELS, class T, class Y>
+static void strip(const Rounded &x, long row, long rows, const Packed &w, long panel, const T *bias, Y *y) {
+    for (; row + ROWS <= rows; row += ROWS) {
+        Vec sum[ROWS][PANELS];
+        tile<BITS, MIN>(x, row, w, panel, sum);
+        for (int r = 0; r < ROWS; r++)
+            for (int p = 0; p < PANELS; p++) finish(sum[r][p], (panel + p) * LANES, w, bias, y + (row + r) * w.outs);
+    }
+    if constexpr (ROWS > 1) strip<BITS, MIN, ROWS / 2, PANELS>(x, row, rows, w, panel, bias, y);
+}
+
+template <int BITS, bool MIN, int PANELS, class T, class Y>
+static void linear(const T *x, long x_stride, const Packed &w, const T *bias, Y *y, long rows, int threads) {
+    constexpr int ROWS = TILE_ROWS<BITS, PANELS>;
+    long blocks = w.blocks(), panels = w.panels(), groups = (panels + PANELS - 1) / PANELS;
+    long chunk = CACHED_BYTES / (blocks * BLOCK) / ROWS * ROWS;
+    if (chunk < ROWS) chunk = ROWS;
+    if (chunk > rows) chunk = rows;
+    Rounded rounded(chunk, blocks);
+    int zero = BITS == 8 && SIGNED_8 ? 0 : w.zero;
+    long part = groups / (4 * threads) + 1;
+#pragma omp parallel num_threads(threads)
+    for (long first = 0; first < rows; first += chunk) {
+        long count = rows - first < chunk ? rows - first : chunk;
+#pragma omp for schedule(static)
+        for (long at = 0; at < count * blocks; at++) {
+            long row = first + at / blocks, column = at % blocks * BLOCK;
+            rounded.block(at, x + row * x_stride + column, w.ins - column < BLOCK ? w.ins - column : BLOCK, zero);
+        }
+#pragma omp for schedule(dynamic, part)
+        for (long group = 0; group < groups; group++) {
+            long panel = group * PANELS;
+            Y *to = y + first * w.outs;
+            if (panel + PANELS <= panels) strip<BITS, MIN, ROWS, PANELS>(rounded, 0, count, w, panel, bias, to);
+            else strip<BITS, MIN, TILE_ROWS<BITS, 1>, 1>(rounded, 0, count, w, panel, bias, to);
+        }
+    }
+}
+
+template <int BITS, bool MIN, class T, class Y>
+static void linear_of(const T *x, long stride, const Packed &w, const T *bias, Y *y, long rows, int threads) {
+    if (rows <= FEW_ROWS) linear<BITS, MIN, 1>(x, stride, w, bias, y, rows, threads);
+    else linear<BITS, MIN, 2>(x, stride, w, bias, y, rows, threads);
+}
+
+template <class T, class Y>
+static void linear_of(const T *x, long stride, const Packed &w, const T *bias, Y *y, long rows, int threads) {
+    if (w.bits == 8) linear_of<8, false>(x, stride, w, bias, y, rows, threads);
+    else if (w.minima) linear_of<4, true>(x, stride, w, bias, y, rows, threads);
+    else linear_of<4, false>(x, stride, w, bias, y, rows, threads);
+}
+
+// out[i] = row ids[i] of W.
+template <class T> static void rows_of(const Packed &w, const int64_t *ids, T *out, long count) {
+    long blocks = w.blocks();
+    for (long i = 0; i < count; i++) {
+        long panel = ids[i] / LANES, lane = ids[i] % LANES;
+        for (long k = 0; k < w.ins; k++) {
+            long b = k / BLOCK, in = k % BLOCK, at = panel * blocks + b;
+            long word = w.bits == 8 ? at * 8 + in / 4 : at * 4 + in % 16 / 4;
+            int quant = w.quants[(word * LANES + lane) * 4 + in % 4];
+            if (w.bits == 4) quant = in < 16 ? quant & 15 : quant >> 4;
+            float minimum = w.minima ? half(w.minima[at * LANES + lane]) : 0;
+            put(out[i * w.ins + k], half(w.scales[at * LANES + lane]) * (quant - w.zero) + minimum);
+        }
+    }
+}
+
+extern "C" {
+extern const int packed_lanes = LANES;
+void packed_linear_bf16_bf16(const bf16 *x, long xs, const Packed *w, const bf16 *b, bf16 *y, long rows, int t) {
+    linear_of(x, xs, *w, b, y, rows, t);
+}
+void packed_linear_bf16_f32(const bf16 *x, long xs, const Packed *w, const bf16 *b, float *y, long rows, int t) {
+    linear_of(x, xs, *w, b, y, rows, t);
+}
+void packed_linear_f32_f32(const float *x, long xs, const Packed *w, const float *b, float *y, long rows, int t) {
+    linear_of(x, xs, *w, b, y, rows, t);
+}
+void packed_rows_bf16(const Packed *w, const int64_t *ids, bf16 *out, long count) { rows_of(*w, ids, out, count); }
+void packed_rows_f32(const Packed *w, const int64_t *ids, float *out, long count) { rows_of(*w, ids, out, count); }
+}
