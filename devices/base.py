@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 ResumeUnit = Literal["token", "page"]
 MaskKind = Literal["causal", "window"]
-KernelChoice = Literal["auto", "torch"]
-"""The device's best kernels, or its plain torch forms."""
+KernelChoice = Literal["auto", "torch", "deterministic"]
+"""The device's best kernels; its plain torch forms; or kernels with which a result never depends on what else is in the
+step, to the last bit."""
 
 Linear = Callable[["torch.Tensor"], "torch.Tensor"]
 """`y = x W^T + b`: [tokens, in] -> [tokens, out]."""

@@ -20,6 +20,9 @@ _MODULES = {"npu": "devices.npu", "npu-sim": "devices.npu", "cuda": "devices.cud
 
 DEVICE_NAMES = tuple(_MODULES)
 
+NOT_DETERMINISTIC = "its matrix products depend on the size of the batch; --deterministic works with --device cpu"
+"""Why a device refuses kernels that are "deterministic"."""
+
 
 class DeviceUnavailable(Exception):
     """A device cannot open here.
@@ -51,7 +54,7 @@ def open_device(name: str = "auto", kernels: KernelChoice = "auto") -> Choice:
 
     Args:
         name: "auto", or one of `DEVICE_NAMES`.
-        kernels: "torch" has the device compute in its plain torch forms.
+        kernels: see `KernelChoice`.
     Raises:
         DeviceUnavailable: the device (or, for "auto", every candidate) cannot open; the text has every reason.
     """

@@ -56,6 +56,11 @@ class ModelArgs:
     kernels: str = arg(
         "auto", "The device's own kernels, or its plain torch forms (slower).", choices=("auto", "torch")
     )
+    deterministic: bool = arg(
+        False,
+        "Results never depend on what else is in the step: the same to the last bit, whatever the batch, the chunks "
+        "and the cache. Devices that cannot promise it refuse.",
+    )
     graphs: str = arg(
         "auto",
         "Launch decode steps as captured graphs where the device can; off runs every step eagerly.",
@@ -227,6 +232,8 @@ class EngineConfig:
 
     @property
     def kernels(self) -> KernelChoice:
+        if self.model.deterministic:
+            return "deterministic"
         return "torch" if self.model.kernels == "torch" else "auto"
 
     @property
@@ -287,6 +294,8 @@ def _themes_from(themes: tuple[type, ...], kwargs: Mapping[str, Any]) -> list[An
     made = [theme(**values[theme]) for theme in themes]
     for theme_args in made:
         _check(theme_args)
+        if isinstance(theme_args, ModelArgs) and theme_args.deterministic and theme_args.kernels == "torch":
+            raise ConfigError("deterministic and kernels=torch exclude each other: torch's sums depend on the batch")
     return made
 
 

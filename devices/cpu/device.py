@@ -33,6 +33,7 @@ from devices.cpu.kernels.build import KernelsUnavailable, load_kernels
 from devices.cpu.kernels.operators import KernelOperators
 from devices.cpu.kernels.packed import KernelPackedWeight
 from devices.quantized import QuantizedWeight
+from devices.registry import DeviceUnavailable
 from devices.torch_forms.attention import PagedAttention
 from devices.torch_forms.operators import TorchOperators
 from devices.torch_forms.transfer import placed
@@ -45,7 +46,10 @@ class CpuDevice:
     gathers into `[num_kv_heads, tokens, head_dim]`, which is what a batched matrix product wants."""
 
     def __init__(self, kernels: KernelChoice = "auto") -> None:
-        """`kernels`: "torch" computes everything in plain torch; "auto" does so where the kernels cannot be built."""
+        """`kernels`: "torch" computes everything in plain torch; "auto" does so where the kernels cannot be built.
+
+        Raises DeviceUnavailable for "deterministic" where they cannot be built.
+        """
         fast_bf16 = _has_fast_bf16()
         dtypes = ("bfloat16", "float32") if fast_bf16 else ("float32", "bfloat16")
         self.name = "cpu"
@@ -62,13 +66,17 @@ class CpuDevice:
             collectives="gloo" if torch.distributed.is_available() else None,
         )
         self._library, reason = None, "kernels: plain torch, as asked"
-        if kernels == "auto":
+        if kernels != "torch":
             try:
                 self._library, reason = load_kernels(), "kernels: own"
             except KernelsUnavailable as error:
+                if kernels == "deterministic":
+                    raise DeviceUnavailable(f"--deterministic needs the CPU's own kernels, and {error}") from error
                 reason = f"kernels: plain torch, slower, because {error}"
         self.operators: Operators = (
-            TorchOperators() if self._library is None else KernelOperators(self._library, fast_bf16)
+            TorchOperators()
+            if self._library is None
+            else KernelOperators(self._library, fast_bf16, deterministic=kernels == "deterministic")
         )
         self.sampler = None
         self.pack: Pack | None = None if self._library is None else partial(_pack, self._library, fast_bf16)

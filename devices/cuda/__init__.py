@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 def open_device(name: str, kernels: KernelChoice = "auto") -> CudaDevice:
     """Raises DeviceUnavailable with what this machine lacks, and the way out."""
     from devices.cuda.probe import refusal, this_machine
-    from devices.registry import DeviceUnavailable
+    from devices.registry import NOT_DETERMINISTIC, DeviceUnavailable
 
+    if kernels == "deterministic":
+        raise DeviceUnavailable(NOT_DETERMINISTIC)
     reason = refusal(this_machine(), kernels)
     if reason is not None:
         raise DeviceUnavailable(reason)

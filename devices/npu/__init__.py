@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 def open_device(name: str, kernels: KernelChoice = "auto") -> Device:
     """Raises DeviceUnavailable; `kernels` "torch" runs norms, gates and turns in plain torch."""
     from devices.npu.probe import find_emulated, find_npu
+    from devices.registry import NOT_DETERMINISTIC, DeviceUnavailable
+
+    if kernels == "deterministic":
+        raise DeviceUnavailable(NOT_DETERMINISTIC)
 
     found = find_emulated() if name == "npu-sim" else find_npu()
     from devices.npu.device import NpuDevice

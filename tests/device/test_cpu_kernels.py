@@ -71,11 +71,12 @@ def test_linear_of_1_to_70_rows(dtype: torch.dtype, outs: int, ins: int, has_bia
 
 
 @dtypes
-def test_a_row_of_a_linear_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
-    linear = FORMS.linear(draw(50, 611, dtype=dtype))
-    x = draw(MAX_KERNEL_ROWS, 611, dtype=dtype, seed=1)
+@pytest.mark.parametrize("has_fast_bf16", [False, True])
+def test_a_row_of_a_deterministic_linear_does_not_depend_on_the_others(dtype: torch.dtype, has_fast_bf16: bool) -> None:
+    linear = KernelOperators(LIBRARY, has_fast_bf16, deterministic=True).linear(draw(150, 2050, dtype=dtype))
+    x = draw(5 * MAX_KERNEL_ROWS, 2050, dtype=dtype, seed=1)
     whole = linear(x)
-    for rows in (1, 2, 3, 31):
+    for rows in (1, 2, 3, 31, 200):
         assert torch.equal(linear(x[5 : 5 + rows]), whole[5 : 5 + rows])
 
 

@@ -3,12 +3,14 @@
 Few rows (decode) are bound by reading the weight, which torch's products do slowly, and slower still in bf16 on
 processors without bf16 instructions. Many rows (prefill) are bound by arithmetic: MKL's fp32 product is used for them,
 on fp32 copies of one part of a bf16 weight after another. Where the processor multiplies bf16, a bf16 weight goes into
-panels (`bf16.py`), which serve any number of rows.
+panels (`bf16.py`), which serve any number of rows. MKL adds up in an order that depends on the number of rows, the
+kernels do not.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any
 
 import torch
@@ -29,17 +31,23 @@ TYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 class KernelOperators:
     """See `devices.base.Operators`. Tensors may have any row stride; rows are copied when they are not contiguous."""
 
-    def __init__(self, library: ctypes.CDLL, has_fast_bf16: bool) -> None:
-        """`has_fast_bf16`: the processor multiplies bf16, and a bf16 weight is kept in a form for that."""
+    def __init__(self, library: ctypes.CDLL, has_fast_bf16: bool, *, deterministic: bool = False) -> None:
+        """Args beside the library:
+
+        has_fast_bf16: the processor multiplies bf16, and a bf16 weight is kept in a form for that.
+        deterministic: a row of a product never depends on how many there are.
+        """
         self._library = library
         self._has_fast_bf16 = has_fast_bf16
+        self._most_rows = sys.maxsize if deterministic else MAX_KERNEL_ROWS
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Linear:
         if self._has_fast_bf16 and takes(weight):
             return Bf16Weight(self._library, weight).linear(bias, out_dtype)
-        return _KernelLinear(self._library, weight, bias, out_dtype or weight.dtype, self._has_fast_bf16)
+        most_rows = self._most_rows
+        return _KernelLinear(self._library, weight, bias, out_dtype or weight.dtype, self._has_fast_bf16, most_rows)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()
@@ -87,15 +95,18 @@ class _KernelLinear:
         bias: torch.Tensor | None,
         out_dtype: torch.dtype,
         has_fast_bf16: bool,
+        most_rows: int,
     ) -> None:
+        """`most_rows`: with more than these, torch computes."""
         self._weight, self._bias, self._out_dtype = weight.contiguous(), bias, out_dtype
         self._function = getattr(library, f"linear_{TYPE_NAMES[weight.dtype]}_{TYPE_NAMES[out_dtype]}")
         self._widens = weight.dtype == torch.bfloat16 and not has_fast_bf16
+        self._most_rows = most_rows
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != self._weight.dtype or x.shape[1] != self._weight.shape[1]:
             raise ValueError(f"{x.dtype} {list(x.shape)} does not fit {self._weight.dtype} {list(self._weight.shape)}")
-        if x.shape[0] > MAX_KERNEL_ROWS:
+        if x.shape[0] > self._most_rows:
             return (self._widened(x) if self._widens else F.linear(x, self._weight, self._bias)).to(self._out_dtype)
         x = x if x.stride(1) == 1 else x.contiguous()
         out_size, in_size = self._weight.shape
