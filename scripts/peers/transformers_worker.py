@@ -62,7 +62,8 @@ class TransformersEngine:
     def _next(self, token_ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         """Greedy next tokens, int64 [batch, 1], of token ids [batch, tokens] behind the cache."""
         output = self.model(token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return output.logits[:, -1:].argmax(-1)
+        chosen: torch.Tensor = output.logits[:, -1:].argmax(-1)
+        return chosen
 
 
 if __name__ == "__main__":

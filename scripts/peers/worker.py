@@ -34,13 +34,15 @@ class Engine(Protocol):
 
     Attributes:
         weight_bytes: of the weights as the process holds them.
-        kv_bytes: of the KV that the process holds, or of the whole pool where there is one.
     """
 
     version: str
     vocab_size: int
     weight_bytes: int
-    kv_bytes: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV that the process holds, or of the whole pool where there is one."""
 
     def prefill(self, prompt: list[int]) -> None:
         """Compute one prompt to its first token; nothing of it may come from a cache."""
