@@ -15,7 +15,7 @@ from engine.request import Request, RequestStatus, TokenLogprob
 from engine.scheduler.queue import PATIENCE
 from engine.sim.failures import BrokenPromise, Leak, NoProgress, Unfair, WrongToken
 from engine.sim.oracle import INDEX, MASK, Cursor, extended_hash, next_token, score
-from engine.sim.world import VOCAB_SIZE, Ticket, World, name_of
+from engine.sim.world import VOCAB_SIZE, Ticket, World, WorldConfig, name_of
 
 Moment = Literal["start", "launched", "collected", "idle"]
 
@@ -29,10 +29,11 @@ class Checker(Protocol):
     def look(self, world: World, moment: Moment) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
 class Audit:
-    """The owner census, after every half step."""
+    """The owner census, after every step or after both halves of it."""
 
-    moments: tuple[Moment, ...] = ("launched", "collected", "idle")
+    moments: tuple[Moment, ...]
 
     def look(self, world: World, moment: Moment) -> None:
         if violations := world.core.audit():
@@ -444,10 +445,10 @@ class Width:
                 raise Leak("width", f"no turn computes on {record}")
 
 
-def checkers() -> list[Checker]:
+def checkers(config: WorldConfig) -> list[Checker]:
     """New checkers for one run, in the order of their looks."""
     half_steps = (
-        Audit(),
+        Audit(("launched", "collected", "idle") if config.audits_halves else ("collected", "idle")),
         Tokens(),
         Logprobs(),
         Reports(),

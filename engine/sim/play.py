@@ -132,7 +132,7 @@ def play(config: WorldConfig, script: Sequence[Timed], num_steps: int, sink: Sin
     for timed in script:
         due[timed.step, timed.in_flight].append(timed.event)
     looks: dict[Moment, list[Checker]] = {"start": [], "launched": [], "collected": [], "idle": []}
-    for checker in checkers():
+    for checker in checkers(config):
         for moment in checker.moments:
             looks[moment].append(checker)
     player = Player(build(config), sink, looks)

@@ -42,6 +42,7 @@ class WorldConfig:
         context_len: most tokens of a request; it may be more than the pool holds.
         chunk_tokens: most prompt tokens in a step; None takes prompts whole.
         max_live: arrivals are dropped while so many requests are not finished.
+        audits_halves: the books are audited after both halves of each step, not only after the whole.
         is_canary: the executor errs now and then, so a run that ends clean proves that nobody looks.
     """
 
@@ -58,6 +59,7 @@ class WorldConfig:
     caching: bool = True
     overlap: bool = False
     max_live: int = 12
+    audits_halves: bool = True
     is_canary: bool = False
 
     @property
