@@ -13,7 +13,9 @@
 #include <vector>
 
 constexpr long BLOCK = 32;
-constexpr long TASK_ROWS = 48;  // queries of a task: their sums and scores stay in the second-level cache
+constexpr long TASK_ROWS = 192;  // most queries of a task: their sums and scores stay in the second-level cache
+constexpr long LEAST_ROWS = 48;  // a task is made this small when there would be few for a thread
+constexpr long TASKS_OF_A_THREAD = 8;
 
 struct Shape {
     long heads, kv_heads, dim, page_size, window;  // window 0: all
@@ -156,6 +158,8 @@ static void attention(const Q *q, long q_stride, const Q *k, long k_stride, cons
         long request, first, last;
     };
     long group = s.heads / s.kv_heads, positions = std::max(1L, TASK_ROWS / group), tokens = starts[batch];
+    while (positions * group > LEAST_ROWS && tokens / positions * s.kv_heads < TASKS_OF_A_THREAD * threads) positions /= 2;
+    positions = std::max(1L, positions);
     std::vector<Task> tasks;
     for (long i = 0; i < batch; i++) {
         long past = seq_lens[i] - (starts[i + 1] - starts[i]);
