@@ -338,7 +338,7 @@ def test_a_nan_of_any_bits_is_stored_as_nan(bits: int) -> None:
     nan = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)
     k = nan.expand(1, 1, 16).contiguous()
     pages = Pages([3], [1], (1, 1), 16, 16, torch.bfloat16)
-    backend = KernelAttention(LIBRARY, 1, 1, 16)
+    backend = KernelAttention(LIBRARY, False, 1, 1, 16)
     backend.plan(pages.step)
     backend.forward(torch.ones(1, 1, 16), k, k, KvLayer(pages.k, pages.v, 0))
     page = int(pages.step.page_tables[0, 0])
