@@ -372,9 +372,7 @@ class PrefixTree:
                 component.divided(front)
         return front
 
-    def _add_leaf(
-        self, parent: Node, key: PrefixKey, depth: int, held: Mapping[str, IntArray], priority: int
-    ) -> Node:
+    def _add_leaf(self, parent: Node, key: PrefixKey, depth: int, held: Mapping[str, IntArray], priority: int) -> Node:
         raw = key.raw[depth * self.page_bytes :]
         pages = {family: ids[depth:].copy() for family, ids in held.items()}
         leaf = Node(parent, key.edge(depth), raw, key.num_pages - depth, pages)
