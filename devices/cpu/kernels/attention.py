@@ -48,16 +48,18 @@ class KernelAttention:
         self._shape.page_size = step.page_size
         self._batch = len(step.query_lens)
         self._tables = step.page_tables.contiguous()
-        self._starts = np.zeros(self._batch + 1, dtype=np.int32)
-        np.cumsum(step.query_lens, out=self._starts[1:])
-        self._seq_lens = np.ascontiguousarray(step.seq_lens, dtype=np.int32)
-        self._slots = np.ascontiguousarray(step.slots, dtype=np.int64)
+        starts = np.zeros(self._batch + 1, dtype=np.int32)
+        step.query_lens.cumsum(out=starts[1:])
+        seq_lens = np.ascontiguousarray(step.seq_lens, dtype=np.int32)
+        slots = np.ascontiguousarray(step.slots, dtype=np.int64)
+        # As tensors: numpy's own way to an array's address takes longer.
+        self._starts, self._seq_lens, self._slots = map(torch.from_numpy, (starts, seq_lens, slots))
         self._planned = (
             self._tables.data_ptr(),
             self._tables.stride(0),
-            self._starts.ctypes.data,
-            self._seq_lens.ctypes.data,
-            self._slots.ctypes.data,
+            self._starts.data_ptr(),
+            self._seq_lens.data_ptr(),
+            self._slots.data_ptr(),
             self._batch,
             ctypes.addressof(self._shape),
         )
