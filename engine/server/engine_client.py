@@ -117,11 +117,12 @@ class EngineClient:
         self._incoming = self._context.socket(zmq.PULL)
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
-        """Start the engine process and wait until it can serve.
+    async def start(self, limit_s: float) -> None:
+        """Start the engine process and wait until it can serve, for so many seconds at most.
 
         Raises:
-            ConfigError: an engine argument or the model is wrong. EngineDied: it ended for another reason.
+            ConfigError: an engine argument or the model is wrong, or it takes longer. EngineDied: it ended for
+                another reason.
         """
         to_engine, from_engine = (f"ipc://{self._folder / name}" for name in ("in", "out"))
         self._outgoing.bind(to_engine)
@@ -133,7 +134,13 @@ class EngineClient:
         self._process = spawn.Process(target=run_engine, args=arguments, name="rung-engine")
         self._process.start()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
-        await self._ready
+        done, _ = await asyncio.wait([self._ready], timeout=limit_s)
+        if not done:
+            raise ConfigError(
+                f"start_timeout_s={limit_s:g} has passed and the engine process is not ready: it hangs, or the model "
+                "takes longer to load; look at the log above, or give --start-timeout-s more"
+            )
+        self._ready.result()
 
     async def stop(self) -> None:
         """End the engine process and everything that waits for it."""

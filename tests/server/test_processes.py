@@ -168,15 +168,14 @@ def test_a_start_that_cannot_be_ends_with_the_reason(tiny_model, arguments, says
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["engine killed", "server told to stop"])
-def test_a_start_that_is_cut_off_ends_both(tiny_model, tmp_path, number):
-    """Nothing answers before it can serve, nothing waits for ever, and nothing is left."""
+def begin(model: Path, folder: Path, *flags: str) -> tuple[Server, int]:
+    """A server that has an engine process, by its id, and cannot serve yet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    log = tmp_path / "log"
+    log = folder / "log"
     with log.open("w") as file:
-        command = serve_command(tiny_model, "--port", url.rsplit(":", 1)[1])
+        command = serve_command(model, "--port", url.rsplit(":", 1)[1], *flags)
         process = subprocess.Popen(command, stderr=file, stdout=file, text=True, cwd=ROOT)
     server = Server(process, url, log)
 
@@ -189,11 +188,34 @@ def test_a_start_that_is_cut_off_ends_both(tiny_model, tmp_path, number):
     engine = engine_pid()
     assert engine is not None
     assert is_refused(url)
-    os.kill(engine if number == signal.SIGKILL else process.pid, number)
-    assert process.wait(30) != 0
+    return server, engine
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["engine killed", "server told to stop"])
+def test_a_start_that_is_cut_off_ends_both(tiny_model, tmp_path, number):
+    """Nothing answers before it can serve, nothing waits for ever, and nothing is left."""
+    server, engine = begin(tiny_model, tmp_path)
+    os.kill(engine if number == signal.SIGKILL else server.process.pid, number)
+    assert server.process.wait(30) != 0
     wait_for(lambda: not is_alive(engine), limit_s=30.0)
-    assert "serving" not in log.read_text()
-    assert number != signal.SIGKILL or "ended with status -9" in log.read_text()
+    assert "serving" not in server.log.read_text()
+    assert number != signal.SIGKILL or "ended with status -9" in server.log.read_text()
+
+
+def test_a_start_that_hangs_has_a_limit(tiny_model, tmp_path):
+    """The engine process is frozen, not dead, while it loads."""
+    server, engine = begin(tiny_model, tmp_path, "--start-timeout-s", "2")
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        assert server.process.wait(60) == 2
+        wait_for(lambda: not is_alive(engine), limit_s=30.0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(engine, signal.SIGKILL)
+    said = server.log.read_text()
+    assert "start_timeout_s=2" in said
+    assert "--start-timeout-s more" in said
+    assert "Traceback" not in said
 
 
 def test_flags_from_a_file_and_the_command_line_wins(own_server, tmp_path):
