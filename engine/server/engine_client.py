@@ -147,7 +147,7 @@ class EngineClient:
         self.is_stopping = True
         process = self._process
         if process is not None and process.is_alive():
-            with contextlib.suppress(zmq.Again):  # not connected yet: killed below
+            with contextlib.suppress(EngineDied):  # not connected yet: killed below
                 self._send(Stop())
             deadline = time.monotonic() + (STOP_LIMIT_S if self._ready.done() else 0.0)
             while process.is_alive() and time.monotonic() < deadline:
@@ -180,7 +180,8 @@ class EngineClient:
     def tell(self, name: str, **arguments: Any) -> None:
         """Send one of `Commands` and do not wait: what is sent later is taken later. A refusal is not heard."""
         if not self.died.is_set():
-            self._send(Call(uuid.uuid4().hex, name, arguments))
+            with contextlib.suppress(EngineDied):
+                self._send(Call(uuid.uuid4().hex, name, arguments))
 
     async def call(self, name: str, **arguments: Any) -> Any:
         """The result of one of `Commands`. Raises BadRequest: it was refused. EngineDied."""
@@ -196,7 +197,8 @@ class EngineClient:
     def abort(self, request_id: str | None) -> None:
         """End a request, or all when None; unknown ids are no error."""
         if not self.died.is_set():
-            self._send(Abort(request_id))
+            with contextlib.suppress(EngineDied):
+                self._send(Abort(request_id))
 
     def forget(self, request_id: str, *, abort: bool) -> None:
         """Nobody reads this request any longer."""
@@ -213,13 +215,16 @@ class EngineClient:
             raise EngineDied(self.reason)
 
     def _send(self, message: ToEngine) -> None:
-        """Raises BadRequest: JSON can hold it and a message cannot."""
+        """Raises BadRequest: JSON can hold it and a message cannot; EngineDied."""
         try:
             encoded = encode(message)
         except (UnicodeEncodeError, OverflowError) as error:
             rule = "has a text that is not valid Unicode, or a number beyond 64 bits"
             raise BadRequest("body", str(error), rule) from None
-        self._outgoing.send(encoded, flags=zmq.DONTWAIT)
+        try:
+            self._outgoing.send(encoded, flags=zmq.DONTWAIT)
+        except zmq.Again:  # nobody is at the other end: `_watch` will say so in a moment
+            raise EngineDied("the engine process is not there") from None
 
     async def _receive(self) -> None:
         num_given = 0

@@ -37,7 +37,7 @@ def is_refused(url: str) -> bool:
     return False
 
 
-def wait_for(condition, limit_s: float = 10.0) -> None:
+def wait_for(condition, limit_s: float = 30.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "nothing happened"
@@ -54,7 +54,7 @@ def test_when_the_engine_dies_clients_are_told_and_the_server_ends(own_server, n
         os.kill(engine, number)
         rest = [line for line in lines if line]
     assert any("engine has stopped" in line for line in rest)
-    assert server.process.wait(10) == 3
+    assert server.process.wait(30) == 3
     assert "ended with status" in server.log.read_text()
 
 
@@ -74,7 +74,7 @@ def test_sigterm_drains_what_is_in_flight(own_server):
         for pid in (engine, server.process.pid):  # as one to the whole group comes
             os.kill(pid, signal.SIGTERM)
         wait_for(lambda: "draining" in server.log.read_text())
-        wait_for(lambda: is_refused(server.url), limit_s=1.0)  # the listener closes with the loop's next tick
+        wait_for(lambda: is_refused(server.url))  # the listener closes with the loop's next tick
         assert not answer.is_closed
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
@@ -83,25 +83,28 @@ def test_sigterm_drains_what_is_in_flight(own_server):
     assert not is_alive(engine)
 
 
+STUCK = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+"""Its first event needs no token; while the engine is paused it cannot end by itself."""
+
+
 def test_draining_has_a_limit(own_server):
     server = own_server("--drain-timeout-s", "1")
-    with server.http() as client, client.stream("POST", "/generate", json={**SLOW, "stream": True}) as answer:
+    server.post("/pause_generation", {})
+    with server.http() as client, client.stream("POST", "/v1/chat/completions", json=STUCK) as answer:
         next(answer.iter_lines())
-        server.post("/pause_generation", {"mode": "in_place"})
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(10) == 0
+        assert server.process.wait(30) == 0
 
 
 def test_a_second_signal_does_not_wait(own_server):
-    server = own_server()
-    server.post("/pause_generation", {"mode": "in_place"})  # the request cannot end by itself
-    body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
-    with server.http() as client, client.stream("POST", "/v1/chat/completions", json=body) as answer:
+    server = own_server("--drain-timeout-s", "1000")
+    server.post("/pause_generation", {})
+    with server.http() as client, client.stream("POST", "/v1/chat/completions", json=STUCK) as answer:
         next(answer.iter_lines())
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: "draining" in server.log.read_text())
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(10) == 0, "well within the 30 s for requests in flight"
+        assert server.process.wait(30) == 0, "well within the limit for requests in flight"
 
 
 @pytest.mark.parametrize(
