@@ -1,6 +1,6 @@
 """Lists and objects in bodies that are refused at the first item that is wrong.
 
-pydantic describes every wrong item, and for each form that a field may have: a million of them would hold the event loop
+pydantic describes every wrong item, for each form that a field may have: a million of them would hold the event loop
 for half a minute.
 """
 

@@ -231,9 +231,8 @@ async def _completion_events(
     usages: list[tuple[int, Usage | None]] = []
     finishes: list[Finish] = []
     is_whole = body.max_tokens == 0 or (body.echo and body.logprobs is not None)
-    choices = (_whole_choices if is_whole else _choices_in_pieces)(
-        serving, generations, prompts, body, usages, finishes
-    )
+    write = _whole_choices if is_whole else _choices_in_pieces
+    choices = write(serving, generations, prompts, body, usages, finishes)
     try:
         async for one in choices:
             yield sse({**head, "choices": [one], **usage_field})
