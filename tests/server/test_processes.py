@@ -91,7 +91,8 @@ def test_draining_has_a_limit(own_server):
     server = own_server("--drain-timeout-s", "1")
     server.post("/pause_generation", {})
     with server.http() as client, client.stream("POST", "/v1/chat/completions", json=STUCK) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # held: the stream closes with it
+        next(lines)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 0
 
@@ -100,7 +101,8 @@ def test_a_second_signal_does_not_wait(own_server):
     server = own_server("--drain-timeout-s", "1000")
     server.post("/pause_generation", {})
     with server.http() as client, client.stream("POST", "/v1/chat/completions", json=STUCK) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # held: the stream closes with it
+        next(lines)
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: "draining" in server.log.read_text())
         server.process.send_signal(signal.SIGTERM)

@@ -158,6 +158,7 @@ def test_a_schema_waits_for_the_end_of_thinking_that_the_template_began(client):
     answer = client.chat.completions.create(**options, seed=0, response_format=response_format).choices[0]
     assert (answer.finish_reason, answer.message.content) == ("length", "")
     assert answer.message.reasoning_content
+    assert not answer.message.reasoning_content.startswith("{"), "the schema has begun before the thinking has ended"
 
 
 def test_calls_and_their_answers_go_through_the_template(client, tool_server, server):
