@@ -470,7 +470,7 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "page size": ({"page_size": 24}, r"page_size=24 .*'cpu'.* 1, 16, 32, 64, 128; use --page-size"),
     "unknown device": ({"device": "tpu"}, "'tpu' is unknown; the devices are: .*cpu"),
     "absent device": ({"device": "npu"}, "'npu' was asked for and cannot open: "),
-    "dtype": ({"dtype": "float16"}, "dtype=float16 is not supported .*float32, bfloat16"),
+    "dtype": ({"dtype": "float16"}, "dtype=float16 is not supported .*(float32, bfloat16|bfloat16, float32)"),
     "unknown dtype": ({"dtype": "int8"}, "dtype='int8' must be one of auto, float32"),
     "context": ({"context_length": 513}, "context_length=513 is more than the model's 512"),
     "pool": ({"max_total_tokens": 15, "page_size": 16}, "max_total_tokens=15 .*one page of 16; raise"),

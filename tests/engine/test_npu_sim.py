@@ -91,12 +91,13 @@ def test_page_sizes_that_are_not_declared_are_refused(model_path: Path, on_devic
 
 @pytest.mark.smollm2
 def test_smollm2_says_on_the_emulated_npu_what_it_says_on_the_cpu(smollm2_path: Path, on_device: str) -> None:
-    """Both in bf16, the second through a captured graph."""
+    """Both in bf16 with the same floats as weights, the second through a captured graph."""
     prompt = "The capital of France is"
     params = SamplingParams(temperature=0.0, max_new_tokens=16, ignore_eos=True)
     texts = {}
     for name in ("cpu", on_device):
-        llm = make_llm(smollm2_path, device=name, dtype="bfloat16", max_total_tokens=1024, cuda_graph_max_bs=1)
+        options = {"dtype": "bfloat16", "quantization": "none", "max_total_tokens": 1024, "cuda_graph_max_bs": 1}
+        llm = make_llm(smollm2_path, device=name, **options)
         assert llm.core.runner.model.dtype == torch.bfloat16
         texts[name] = llm.generate(prompt, params).text
         assert opened(name).name == name

@@ -157,8 +157,8 @@ MUTANTS = (
     Mutant("state: the decay comes after the error", STATE, "matrix = tl.load(at) * tl.exp(tl.load(decay + place).to(tl.float32))", "matrix = tl.load(at)", "test_state_kernels.py delta"),
     Mutant("state: softplus is left out", STATE, "step = tl.where(step > 20.0", "step = tl.where(step > -1e9", "test_state_kernels.py mamba2"),
     Mutant("device: a plan after a capture makes new tensors", DEVICE, "frozen = self._plan if self._is_frozen else None", "frozen = None", "test_cuda_device.py padded"),
-    Mutant("device: a captured plan keeps its old page tables", DEVICE, "frozen.tables[:, : step.page_tables.shape[1]].copy_(step.page_tables)", "pass", "test_cuda_device.py padded"),
-    Mutant("device: a graph is sized for rows of one token", DEVICE, "num_splits=self._num_splits(plan.step, plan.work, longest)", "num_splits=plan.num_splits", "test_cuda_device.py padded"),
+    Mutant("device: a captured plan keeps its old page tables", DEVICE, "self._uploader.afterwards(lambda: tables.copy_(step.page_tables))", "pass", "test_cuda_device.py padded"),
+    Mutant("device: a graph is sized for rows of one token", DEVICE, "num_splits = self._num_splits(plan.step, plan.work, longest)", "num_splits = plan.num_splits", "test_cuda_device.py padded"),
 )  # fmt: skip
 
 

@@ -22,8 +22,9 @@ class Bf16Weight:
         """`weight`: one that `takes` it."""
         self._library, self._shape = library, weight.shape
         width = ctypes.c_int.in_dll(library, "bf16_width").value
-        padded = F.pad(weight, (0, 0, 0, -weight.shape[0] % width))
-        panels = padded.reshape(-1, width, weight.shape[1] // 2, 2)
+        missing = -weight.shape[0] % width
+        whole = F.pad(weight, (0, 0, 0, missing)) if missing else weight
+        panels = whole.reshape(-1, width, weight.shape[1] // 2, 2)
         self._panels = panels.transpose(1, 2).contiguous()  # [panels, in / 2, width, 2]
         self.num_bytes = self._panels.nbytes
 
