@@ -342,6 +342,50 @@ def test_a_long_prefill_is_cut_into_blocks_of_queries_without_a_seam(device: Dev
         requests.assert_right()
 
 
+LONG = [137, 256, 511, 512, 513, 600, 1000, 2047, 2048, 2049, 4095]
+"""About the ends of masks that an operator may ignore in silence: a row's of 512 keys, a triangle's of 2,048."""
+
+
+@pytest.mark.parametrize("window", [None, 600])
+def test_every_length_of_a_row_is_masked_right_alone_and_in_a_batch(
+    device: Device, page_size: int, window: int | None
+) -> None:
+    """B063, B064: the last query of a prefill and the token decoded behind it."""
+    if page_size < device.capabilities.default_page_size:
+        pytest.skip("long rows are about masks, not pages: the default page and larger ones show the same")
+    requests = Requests(device, page_size, LONG, heads=(2, 1), window=window)
+    requests.step({row: n - 1 for row, n in enumerate(LONG)})
+    batched = device.attention(2, 1, HEAD_DIM, window=window)
+    for rows in ([*range(len(LONG))], *([row] for row in range(len(LONG)))):
+        requests.done, requests.backend = [n - 1 for n in LONG], batched
+        requests.step(dict.fromkeys(rows, 1))
+        for row in rows:
+            for at in (LONG[row] - 2, LONG[row] - 1):
+                error = (requests.out[row][at].double() - dense_at(requests, row, at)).abs().max()
+                assert error < requests.exact.error, (
+                    f"position {at} of {LONG[row]} in {len(rows)} rows is off by {error}"
+                )
+
+
+def dense_at(requests: Requests, row: int, at: int) -> torch.Tensor:
+    """As `dense`, for the query at one position and a single KV head; [heads, dim]."""
+    seen = slice(0 if requests.window is None else max(0, at + 1 - requests.window), at + 1)
+    q, k, v = (requests.q[row][at].double(), requests.k[row][seen, 0].double(), requests.v[row][seen, 0].double())
+    return torch.softmax(q @ k.T * HEAD_DIM**-0.5, 1) @ v
+
+
+def test_scores_that_16_bits_cannot_hold_are_right(device: Device, page_size: int) -> None:
+    """B078, B062: products of queries and keys go to 600,000, where the largest number of fp16 is 65,504."""
+    requests = Requests(device, page_size, [70, 33])
+    for column in (requests.q, requests.k):
+        for tensor in column:
+            tensor *= 200
+    requests.step({0: 60, 1: 32})
+    requests.step({0: 1, 1: 1})
+    requests.step({0: 9})
+    requests.assert_right()
+
+
 def test_many_layers_share_one_plan(device: Device, page_size: int) -> None:
     first, second = Requests(device, page_size, [40, 20]), Requests(device, page_size, [40, 20], seed=0)
     first.step({0: 40, 1: 20})

@@ -91,6 +91,19 @@ def test_gates(dtype: torch.dtype, rows: int, size: int) -> None:
     assert_near(gate_mul(x, "gelu_tanh"), (F.gelu(gate, approximate="tanh") * up).to(dtype))
 
 
+def test_sums_of_fp16_rows_near_its_largest_number_are_fp32() -> None:
+    """B078: squares and products that fp16 cannot hold, results that it can."""
+    x, weight = (draw(5, 96, dtype=torch.float32) * 1e4).half(), draw(96, dtype=torch.float16, seed=1)
+    wide = x.double() / x.double().square().mean(-1, keepdim=True).sqrt() * weight.double()
+    half = x / 2
+    for got in (rms_norm(x, weight, 1e-5)[0], rms_norm(half, weight, 1e-5, half)[0]):
+        assert got.dtype == torch.float16
+        torch.testing.assert_close(got.double(), wide, rtol=2e-3, atol=1e-3)
+    gate, up = x, draw(5, 96, dtype=torch.float16, seed=2)
+    want = gate.double() * torch.sigmoid(gate.double()) * up.double()
+    torch.testing.assert_close(gate_mul(torch.cat([gate, up], 1)).double(), want, rtol=2e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_a_number_stays_in_its_row(value: float) -> None:
     x = draw(7, 64, dtype=torch.float32)
