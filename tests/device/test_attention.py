@@ -377,9 +377,7 @@ def dense_at(requests: Requests, row: int, at: int) -> torch.Tensor:
 def test_scores_that_16_bits_cannot_hold_are_right(device: Device, page_size: int) -> None:
     """B078, B062: products of queries and keys go to 600,000, where the largest number of fp16 is 65,504."""
     requests = Requests(device, page_size, [70, 33])
-    for column in (requests.q, requests.k):
-        for tensor in column:
-            tensor *= 200
+    requests.q, requests.k = ([tensor * 200 for tensor in column] for column in (requests.q, requests.k))
     requests.step({0: 60, 1: 32})
     requests.step({0: 1, 1: 1})
     requests.step({0: 9})
