@@ -86,7 +86,10 @@ def _why_none(visible: str | None) -> str:
     if not DRIVER.exists():
         return f"CANN is here and no Ascend driver is: {DRIVER} does not exist (in a container, pass it with --device)"
     if visible is not None:
-        return f"no NPU is visible: {VISIBLE_DEVICES}={visible} names none that npu-smi info lists"
+        return (
+            f"no NPU is visible: {VISIBLE_DEVICES}={visible} must name NPUs that npu-smi info lists, each once and in "
+            "ascending order, like 0,1"
+        )
     return "no NPU is visible: npu-smi info must list one, and a container needs --device /dev/davinciN"
 
 

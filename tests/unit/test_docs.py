@@ -37,3 +37,9 @@ def test_flags_that_a_page_names_exist(page: Path):
     )
     for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]+)", page.read_text()):
         assert flag.replace("-", "_") in known or f"--{flag}" in known, f"{page.name} names --{flag}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_that_a_page_names_exist(page: Path):
+    for path, name in re.findall(r"`(tests/[\w/.-]+)::(\w+)`", page.read_text()):
+        assert re.search(rf"^(?:async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), f"{path}::{name}"
