@@ -343,6 +343,9 @@ async def test_b099_one_answer_of_a_batch_may_be_an_error():
         ends = [one["meta_info"]["finish_reason"] for one in await batch]
         assert sorted(end["type"] for end in ends) == ["error", "length", "length"]
         runner.fail_next = 1
+        [alone] = await server.post("/generate", {"input_ids": [[5]], "sampling_params": SHORT})
+        assert alone["meta_info"]["finish_reason"]["type"] == "error", "a batch of one is a batch"
+        runner.fail_next = 1
         assert (await server.post("/generate", say([5]), 500))["error"]["code"] == "generation_failed"
         runner.fail_next = 1
         events = await chunks(server, "/generate", say([8]))
