@@ -10,12 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from devices.pages import IntArray
 
 PADDING_PAGE = 0
+
+FEW = 40
+"""So many numbers are looked at faster one by one than as an array."""
 
 
 class OutOfPages(Exception):
@@ -63,6 +68,8 @@ class PagePool:
         self.family = family
         self.num_pages = num_pages
         self._refs = np.zeros(num_pages + 1, dtype=np.int32)
+        # For each page its place in the last release of many: where a place is lost, a page was named twice.
+        self._marks = np.zeros(num_pages + 1, dtype=np.int32)
         # A stack whose top is the lowest id: pages just released are used again while they are warm.
         self._stack = np.arange(num_pages, 0, -1, dtype=np.int32)
         self.num_free = num_pages
@@ -94,8 +101,11 @@ class PagePool:
 
     def retain(self, pages: IntArray) -> None:
         """Add one owner to each page. Raises PageError, changing nothing, if one of them has no owner."""
-        self._check_owned(pages, "retain")
-        np.add.at(self._refs, pages, 1)
+        if len(pages) == 0:
+            return
+        places = pages.astype(np.intp)
+        self._owners_of(places, "retain")
+        np.add.at(self._refs, places, 1)
 
     def release(self, pages: IntArray) -> None:
         """Drop one owner of each page; a page without owners is free, or pending while a fence is up.
@@ -105,12 +115,13 @@ class PagePool:
         """
         if len(pages) == 0:
             return
-        before = self._check_owned(pages, "release")
-        if len(set(pages.tolist())) != len(pages):
+        places = pages.astype(np.intp)
+        owners = self._owners_of(places, "release")
+        if self._names_twice(places):
             raise PageError(f"release names a page twice: {pages.tolist()[:16]}")
-        after = before - 1
-        self._refs[pages] = after
-        ownerless = pages[after == 0]
+        owners -= 1
+        self._refs[places] = owners
+        ownerless = pages[owners == 0]
         if len(ownerless) == 0:
             return
         if self._fences:
@@ -158,15 +169,30 @@ class PagePool:
         if self.on_free is not None:
             self.on_free(pages)
 
-    def _check_owned(self, pages: IntArray, verb: str) -> IntArray:
-        ids = pages.tolist()
-        if ids and not 0 < min(ids) <= max(ids) <= self.num_pages:
-            raise PageError(f"{verb} of page {ids[:16]}: ids are 1..{self.num_pages}")
+    def _owners_of(self, pages: npt.NDArray[np.intp], verb: str) -> IntArray:
+        """Owners of each page, a copy. Raises PageError when one has none."""
+        if not 0 < _least(pages) <= _largest(pages) <= self.num_pages:
+            raise PageError(f"{verb} of page {pages.tolist()[:16]}: ids are 1..{self.num_pages}")
         owners: IntArray = self._refs[pages]
-        if (owners < 1).any():
+        if _least(owners) < 1:
             ownerless = pages[owners < 1].tolist()
             raise PageError(f"{verb} of pages {ownerless[:16]} of family {self.family!r}: they have no owner")
         return owners
+
+    def _names_twice(self, pages: npt.NDArray[np.intp]) -> bool:
+        if len(pages) <= FEW:
+            return len(set(pages.tolist())) < len(pages)
+        order = np.arange(len(pages), dtype=np.int32)
+        self._marks[pages] = order
+        return bool((self._marks[pages] != order).any())
+
+
+def _least(numbers: npt.NDArray[Any]) -> int:
+    return int(min(numbers.tolist()) if len(numbers) <= FEW else np.minimum.reduce(numbers))
+
+
+def _largest(numbers: npt.NDArray[Any]) -> int:
+    return int(max(numbers.tolist()) if len(numbers) <= FEW else np.maximum.reduce(numbers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,10 @@ class Request:
         """Prompt and output so far, int32; a view."""
         return self._buffer[: self.num_known]
 
+    def token_at(self, position: int) -> int:
+        """A token of `tokens`."""
+        return int(self._buffer[position])
+
     @property
     def num_output(self) -> int:
         return self.num_known - self.prompt_len

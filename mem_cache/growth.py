@@ -124,7 +124,8 @@ def plan(growths: Iterable[Growth]) -> Plan:
     num_rows = sum(growth.needs_row for growth in items)
     coarse: Counter[str] = Counter()
     for growth in items:
-        coarse.update(growth.num_coarse)
+        if growth.num_coarse:
+            coarse.update(growth.num_coarse)
     return Plan(items, num_rows, sum(growth.num_pages for growth in items), coarse)
 
 

@@ -83,7 +83,7 @@ class RowPool:
         self._used.remove(row)
         self._free.append(row)
         for family, table in self.tables.items():
-            named = np.flatnonzero(table[row] != PADDING_PAGE)
+            (named,) = (table[row] != PADDING_PAGE).nonzero()
             if len(named):
                 self._put(family, row, 0, np.full(named[-1] + 1, PADDING_PAGE, dtype=np.int32))
 

@@ -208,19 +208,25 @@ def bench_allocator(page_size: int, repeats: int, num_requests: int = 256, lengt
 
 
 def pool_alone(page_size: int, repeats: int, num_requests: int = 256, length: int = 512) -> list[Timing]:
-    """The same pages without records, rows and tables: taken in one call, released in one call for each request."""
+    """The same pages without records, rows and tables: taken in one call, released in one call for each request, and
+    taken again and released in one."""
     per_request = page_count(length, page_size)
     families = PageFamilies([(PageFamily("full", page_size), 2 * num_requests * per_request)])
-    took: dict[str, list[float]] = {"pool alone: alloc 256 x 512": [], "pool alone: release 256 x 512": []}
+    demand = {"full": num_requests * per_request}
+    whats = ("alloc 256 x 512", "release 256 x 512", "alloc + release in one call")
+    took: dict[str, list[float]] = {f"pool alone: {what}": [] for what in whats}
     for _ in range(repeats):
-        start = thread_time()
-        pages = families.alloc({"full": num_requests * per_request})["full"]
-        middle = thread_time()
-        for own in np.split(pages, num_requests):
+        times = [thread_time()]
+        pages = families.alloc(demand)
+        times.append(thread_time())
+        for own in np.split(pages["full"], num_requests):
             families.release({"full": own})
-        for times, seconds in zip(took.values(), (middle - start, thread_time() - middle), strict=True):
-            times.append(seconds)
-    return [Timing(what, page_size, 0, median(times) * 1e6) for what, times in took.items()]
+        times.append(thread_time())
+        families.release(families.alloc(demand))
+        times.append(thread_time())
+        for seconds, end, start in zip(took.values(), times[1:], times, strict=False):
+            seconds.append(end - start)
+    return [Timing(what, page_size, 0, median(seconds) * 1e6) for what, seconds in took.items()]
 
 
 def run_rates(*, quick: bool) -> str:

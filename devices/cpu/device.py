@@ -30,6 +30,7 @@ from devices.base import (
 from devices.cpu.kernels.attention import KernelAttention
 from devices.cpu.kernels.bf16 import Bf16Weight, takes
 from devices.cpu.kernels.build import KernelsUnavailable, load_kernels
+from devices.cpu.kernels.memory import ResultMemory
 from devices.cpu.kernels.operators import KernelOperators
 from devices.cpu.kernels.packed import KernelPackedWeight
 from devices.quantized import QuantizedWeight
@@ -50,7 +51,7 @@ class CpuDevice:
 
         Raises DeviceUnavailable for "deterministic" where they cannot be built.
         """
-        fast_bf16 = _has_fast_bf16()
+        self._has_fast_bf16 = fast_bf16 = _has_fast_bf16()
         dtypes = ("bfloat16", "float32") if fast_bf16 else ("float32", "bfloat16")
         self.name = "cpu"
         self.torch_device = torch.device("cpu")
@@ -73,13 +74,13 @@ class CpuDevice:
                 if kernels == "deterministic":
                     raise DeviceUnavailable(f"--deterministic needs the CPU's own kernels, and {error}") from error
                 reason = f"kernels: plain torch, slower, because {error}"
-        self.operators: Operators = (
-            TorchOperators()
-            if self._library is None
-            else KernelOperators(self._library, fast_bf16, deterministic=kernels == "deterministic")
-        )
+        self.operators: Operators = TorchOperators()
         self.sampler = None
-        self.pack: Pack | None = None if self._library is None else partial(_pack, self._library, fast_bf16)
+        self.pack: Pack | None = None
+        if self._library is not None:
+            is_deterministic, memory = kernels == "deterministic", ResultMemory()
+            self.operators = KernelOperators(self._library, fast_bf16, deterministic=is_deterministic, memory=memory)
+            self.pack = partial(_pack, self._library, fast_bf16, memory)
         self.description = (
             f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, prefers {dtypes[0]}, "
             f"page {self.capabilities.default_page_size}, resumes at the token, {reason}"
@@ -107,7 +108,7 @@ class CpuDevice:
     ) -> AttentionBackend:
         if self._library is None:
             return PagedAttention(num_heads, num_kv_heads, head_dim, window)
-        return KernelAttention(self._library, num_heads, num_kv_heads, head_dim, window)
+        return KernelAttention(self._library, self._has_fast_bf16, num_heads, num_kv_heads, head_dim, window)
 
     def copy_page(self, layers: Sequence[KvLayer], source: int, target: int) -> None:
         for layer in layers:
@@ -125,11 +126,15 @@ class CpuDevice:
 
 
 def _pack(
-    library: ctypes.CDLL, fast_bf16: bool, weight: QuantizedWeight | torch.Tensor, dtype: torch.dtype
+    library: ctypes.CDLL,
+    fast_bf16: bool,
+    memory: ResultMemory,
+    weight: QuantizedWeight | torch.Tensor,
+    dtype: torch.dtype,
 ) -> PackedWeight | None:
     if isinstance(weight, QuantizedWeight):
-        return KernelPackedWeight(library, weight, dtype)
-    return Bf16Weight(library, weight) if fast_bf16 and takes(weight) else None
+        return KernelPackedWeight(library, weight, dtype, memory)
+    return Bf16Weight(library, weight, memory) if fast_bf16 and takes(weight) else None
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -75,7 +75,7 @@ def sample(logits: torch.Tensor, columns: SamplingColumns) -> Sampled:
     Greedy rows stay on the device. Rows to draw from are brought to the host: a choice takes double precision, and how
     many candidates it takes shows on the way.
     """
-    best, greedy = logits.max(dim=-1)
+    best, greedy = _largest(logits)
     is_finite = torch.isfinite(best)
     drawn = np.flatnonzero((columns.temperature > 0) & (columns.top_k != 1))
     if len(drawn) and not logits.is_cpu:
@@ -100,6 +100,19 @@ def sample(logits: torch.Tensor, columns: SamplingColumns) -> Sampled:
                     scaled[~is_finite[rows]] = 0.0
                 token_ids[rows] = choose(scaled, number, cuts)
     return Sampled(token_ids, is_finite)
+
+
+def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `logits.max(dim=-1)`: each row's largest value and its first place; NaN is larger than everything.
+
+    On a CPU numpy's search is 4 to 10 times as fast. Row by row, because rows that do not lie one behind another would
+    be copied as a whole.
+    """
+    if not logits.is_cpu:
+        return torch.max(logits, dim=-1)
+    places = np.fromiter(map(np.ndarray.argmax, logits.numpy()), dtype=np.int64, count=len(logits))
+    ids = torch.from_numpy(places)
+    return logits.gather(-1, ids[:, None])[:, 0], ids
 
 
 def draw_on_host(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from devices.pages import IntArray
 from devices.sampling import AllowedTokens, LogitEdits
@@ -42,49 +45,86 @@ class Score(NamedTuple):
     position: int | None
 
 
+class Batch(NamedTuple):
+    """Requests that a step samples, and what of them does not change from one step to the next: their settings.
+
+    Attributes:
+        settings: their sampling, with positions of the step that it was made for.
+        edits_logits, has_grammar: whether one of them does.
+    """
+
+    requests: tuple[Request, ...]
+    settings: SamplingColumns
+    edits_logits: bool
+    has_grammar: bool
+
+    @classmethod
+    def of(cls, requests: tuple[Request, ...]) -> Batch:
+        return cls(
+            requests,
+            _sampling_columns(requests),
+            any(request.params.edits_logits for request in requests),
+            any(request.grammar is not None for request in requests),
+        )
+
+    def next(self, requests: tuple[Request, ...]) -> Batch:
+        """The batch of the step after this one's: mostly the same requests, each a token further."""
+        if requests != self.requests:
+            return Batch.of(requests)
+        return self._replace(settings=replace(self.settings, position=_positions(requests)))
+
+
 def step_input(
     step_id: int,
     chunks: Sequence[Chunk],
     changes: tuple[TableChange, ...],
     copies: tuple[PageCopy, ...],
     unseen: Mapping[Request, int],
-) -> tuple[StepInput, list[Score]]:
-    """The message of chunks that were scheduled, and what its scores will be of, in their order.
+    before: Batch,
+) -> tuple[StepInput, Batch, list[Score]]:
+    """The message of chunks that were scheduled, whom it samples, and what its scores will be of, in their order.
 
     Args:
         unseen: requests of the step before whose token nobody has seen, and its place among that step's tokens.
+        before: whom that step sampled.
     """
     requests, new, ends, _ = zip(*chunks, strict=True)
     num_new = np.array(new, dtype=np.int32)
     is_sampled = [chunk.is_sampled for chunk in chunks]
-    sampled = [request for request, samples in zip(requests, is_sampled, strict=True) if samples]
+    batch = before.next(tuple(compress(requests, is_sampled)))
+    sampled = batch.requests
     scores: ScoreColumns | None = None
     scored: list[Score] = []
     if any(request.scores is not None for request in requests):
         scores, scored = _score_columns(chunks, sampled)
     step = StepInput(
         step_id=step_id,
-        rows=np.array([request.kv.row for request in requests], dtype=np.int32),
+        rows=np.array([request.held.record.row for request in requests], dtype=np.int32),
         starts=np.array(ends, dtype=np.int32) - num_new,
         num_new=num_new,
-        token_ids=np.concatenate([_token_ids(chunk, unseen) for chunk in chunks]),
+        token_ids=_token_ids(chunks, unseen),
         is_sampled=np.array(is_sampled, dtype=np.bool_),
-        sampling=_sampling_columns(sampled),
+        sampling=batch.settings,
         table_changes=changes,
         page_copies=copies,
-        edits=_edits(sampled),
+        edits=_edits(sampled) if batch.edits_logits else None,
         scores=scores,
-        allowed=_allowed(sampled),
+        allowed=_allowed(sampled) if batch.has_grammar else None,
     )
-    return step, scored
+    return step, batch, scored
 
 
-def _token_ids(chunk: Chunk, unseen: Mapping[Request, int]) -> IntArray:
-    """A chunk's tokens, int32 [num_new]. One that was not seen yet is alone: what a prompt has is known."""
-    request, num_new, end, _ = chunk
-    if end > request.num_known:
-        return np.array([refer(unseen[request])], dtype=np.int32)
-    return request.tokens[end - num_new : end]
+def _token_ids(chunks: Sequence[Chunk], unseen: Mapping[Request, int]) -> IntArray:
+    """The chunks' tokens, int32 [tokens]. One that was not seen yet is alone: what a prompt has is known."""
+    ids: list[int] = []
+    for request, num_new, end, _ in chunks:
+        if end > request.num_known:
+            ids.append(refer(unseen[request]))
+        elif num_new == 1:
+            ids.append(request.token_at(end - 1))
+        else:
+            ids += request.tokens[end - num_new : end].tolist()
+    return np.array(ids, dtype=np.int32)
 
 
 def _sampling_columns(sampled: Sequence[Request]) -> SamplingColumns:
@@ -96,14 +136,16 @@ def _sampling_columns(sampled: Sequence[Request]) -> SamplingColumns:
         top_p=cuts[:, 1],
         min_p=cuts[:, 2],
         seed=np.array([request.seed for request in sampled], dtype=np.uint64),
-        position=np.array([request.num_known + request.num_ahead for request in sampled], dtype=np.int64),
+        position=_positions(sampled),
     )
 
 
+def _positions(sampled: Sequence[Request]) -> npt.NDArray[np.int64]:
+    return np.array([request.num_known + request.num_ahead for request in sampled], dtype=np.int64)
+
+
 def _edits(sampled: Sequence[Request]) -> LogitEdits | None:
-    """Penalties, biases and forbidden stops; None when no request has any."""
-    if not any(request.params.edits_logits for request in sampled):
-        return None
+    """Penalties, biases and forbidden stops; None when there are none now."""
     seen: list[tuple[int, int, int]] = []
     biases: list[tuple[int, int, float]] = []
     for row, request in enumerate(sampled):
@@ -130,15 +172,13 @@ def _edits(sampled: Sequence[Request]) -> LogitEdits | None:
     )
 
 
-def _allowed(sampled: Sequence[Request]) -> AllowedTokens | None:
-    """What the grammars allow; None when no request has one."""
+def _allowed(sampled: Sequence[Request]) -> AllowedTokens:
+    """What the grammars allow, of which there is one at least."""
     masked = [
         (row, request.grammar.allowed(request.tokens[request.prompt_len :]))
         for row, request in enumerate(sampled)
         if request.grammar is not None
     ]
-    if not masked:
-        return None
     rows, words = zip(*masked, strict=True)
     return AllowedTokens(np.array(rows, dtype=np.int32), np.stack(words))
 

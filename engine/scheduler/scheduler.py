@@ -23,7 +23,7 @@ from devices.base import Capabilities
 from devices.page_pool import Fence, OutOfPages
 from devices.pages import IntArray, align_resume, floor_page, page_count
 from engine.request import Finish, Request, RequestStatus
-from engine.scheduler.columns import Chunk, Score, deliver_scores, step_input
+from engine.scheduler.columns import Batch, Chunk, Score, deliver_scores, step_input
 from engine.scheduler.estimate import OutputEstimate
 from engine.scheduler.queue import WaitingQueue
 from engine.step import StepInput, StepOutput
@@ -87,6 +87,7 @@ class Scheduler:
         self.clock = clock
         self._launched: deque[LaunchedStep] = deque()
         self._waits_for_results = False
+        self._batch = Batch.of(())
         self._step_id = 0
         self._page_size = allocator.geometry.page_size
 
@@ -154,13 +155,14 @@ class Scheduler:
             if not self.running:
                 self._estimate.reset()
             return None, ended
-        for chunk in chunks:
-            chunk.request.kv.schedule(chunk.end)
+        for request, _, end, _ in chunks:
+            request.held.record.schedule(end)
         self._step_id += 1
         allocator = self.allocator
         unseen = {request: i for i, request in enumerate(self._launched[-1].sampled)} if self._launched else {}
-        step, scored = step_input(self._step_id, chunks, allocator.rows.take_changes(), allocator.take_copies(), unseen)
-        sampled = tuple(chunk.request for chunk in chunks if chunk.is_sampled)
+        changes, copies = allocator.rows.take_changes(), allocator.take_copies()
+        step, self._batch, scored = step_input(self._step_id, chunks, changes, copies, unseen, self._batch)
+        sampled = self._batch.requests
         for request in sampled:
             request.num_ahead += 1
         fences = allocator.families.fence(f"step {step.step_id}")
@@ -185,7 +187,8 @@ class Scheduler:
         retracted = False
         while self.running:
             chunks = self._chunks_of_running()
-            wanted = plan(extend(r.kv, end) for r, _, end, _ in chunks if end > r.kv.kv_allocated_len)
+            records = [(request.held.record, end) for request, _, end, _ in chunks]
+            wanted = plan(extend(record, end) for record, end in records if end > record.kv_allocated_len)
             lacking = self.allocator.lacking_pages(wanted)
             if not lacking:
                 if not self._take(wanted):
@@ -210,7 +213,7 @@ class Scheduler:
         chunks = []
         budget = self._chunk_tokens
         for request in self.running:
-            start = request.kv.kv_scheduled_len
+            start = request.held.record.kv_scheduled_len
             n = request.num_known + request.num_ahead - start
             if request.num_ahead and (request.abort_requested or start + 1 >= request.max_tokens):
                 continue  # it ends with a token that is on its way
@@ -362,10 +365,12 @@ class Scheduler:
         assert launched.step.step_id == output.step_id
         self.allocator.families.lift(launched.fences)
         changed: list[Request] = []
-        token_ids = iter(output.token_ids.tolist())
+        results, first, token_ids = [], 0, output.token_ids.tolist()
         rows = zip(launched.chunks, output.num_tokens.tolist(), output.is_finite.tolist(), strict=True)
-        results = [(chunk, [next(token_ids) for _ in range(n)], is_finite) for chunk, n, is_finite in rows]
-        results = [result for result in results if _is_current(result[0])]
+        for chunk, n, is_finite in rows:
+            if _is_current(chunk):
+                results.append((chunk, token_ids[first : first + n], is_finite))
+            first += n
         if output.scores is not None:
             new_token = {chunk.request: tokens[0] for chunk, tokens, _ in results if tokens}
             deliver_scores(launched.scored, output.scores, new_token, {chunk.request for chunk, _, _ in results})
@@ -378,7 +383,8 @@ class Scheduler:
     def _result_of(self, chunk: Chunk, new_tokens: list[int], is_finite: bool) -> list[Request]:
         """Commit one request's part of a step; returns it when it has a new token or ended, with what ended with it."""
         request = chunk.request
-        request.kv.commit(chunk.end)
+        record = request.held.record
+        record.commit(chunk.end)
         if request.abort_requested:
             return self._end(request, Finish("abort"), publish=is_finite)
         if not is_finite:
@@ -386,14 +392,15 @@ class Scheduler:
                 return self._end(request, Finish("error", message=request.grammar.problem))
             message = "the model's logits are not finite (NaN or inf); its KV was not cached"
             return self._end(request, Finish("error", message=message), publish=False)
-        if chunk.num_new > 1 or request.num_output == 0:
+        is_first = request.num_output == 0
+        if chunk.num_new > 1 or is_first:
             self._publish(request)
-        self.allocator.slide_window(request.kv)
+        self.allocator.slide_window(record)
         if new_tokens and request.siblings:
             self._fork_siblings(request)
+        if new_tokens and is_first:
+            request.timings.first_token_s = self.clock()
         for token_id in new_tokens:
-            if request.num_output == 0:
-                request.timings.first_token_s = self.clock()
             finish = request.append(token_id)
             if finish is not None:
                 return self._end(request, finish)

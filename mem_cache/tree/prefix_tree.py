@@ -166,14 +166,15 @@ class PrefixTree:
         """
         path, depth = self._walk(key)
         self._merge(path, depth, held)
-        if depth < key.num_pages:
-            if path:
-                path[-1] = self._split_at(path, depth)
-            parent = path[-1] if path else self._root
-            path.append(self._add_leaf(parent, key, depth, held))
+        is_new = depth < key.num_pages
+        if is_new and path:
+            path[-1] = self._split_at(path, depth)
         self._touch(path)
         for node in path:
             node.priority = max(node.priority, priority)
+        if is_new:
+            parent = path[-1] if path else self._root
+            path.append(self._add_leaf(parent, key, depth, held, priority))
         return Inserted(Match(tuple(path), key.num_pages), depth)
 
     def _merge(self, path: list[Node], depth: int, held: Mapping[str, IntArray]) -> None:
@@ -371,10 +372,12 @@ class PrefixTree:
                 component.divided(front)
         return front
 
-    def _add_leaf(self, parent: Node, key: PrefixKey, depth: int, held: Mapping[str, IntArray]) -> Node:
+    def _add_leaf(self, parent: Node, key: PrefixKey, depth: int, held: Mapping[str, IntArray], priority: int) -> Node:
         raw = key.raw[depth * self.page_bytes :]
         pages = {family: ids[depth:].copy() for family, ids in held.items()}
         leaf = Node(parent, key.edge(depth), raw, key.num_pages - depth, pages)
+        # Before it enters a queue: entries that are too early are all mended by the first eviction.
+        leaf.last_access, leaf.priority = self._clock, max(0, priority)
         parent.children[leaf.edge] = leaf
         if parent is self._root:
             self.misses.begins(raw)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from strategies import tokens_of as ids
 
-from devices.page_pool import PADDING_PAGE, Fence, OutOfPages, PageError, PageFamilies, PageFamily, PagePool
+from devices.page_pool import FEW, PADDING_PAGE, Fence, OutOfPages, PageError, PageFamilies, PageFamily, PagePool
 from devices.pages import IntArray
 
 
@@ -95,6 +95,25 @@ def test_a_page_with_two_owners_cannot_be_released_twice_in_one_call() -> None:
     with pytest.raises(PageError, match="twice"):
         pool.release(np.concatenate([page, page]))
     assert books_of(pool) == before
+
+
+@pytest.mark.parametrize("num_pages", [2, FEW, FEW + 1, 3 * FEW])
+def test_a_wrong_page_among_few_or_many_raises_and_changes_nothing(num_pages: int) -> None:
+    pool = PagePool(5 * FEW)
+    order = np.random.default_rng(num_pages).permutation(num_pages)
+    held = pool.alloc(num_pages)[order]
+    pool.retain(held[1:])
+    free = int(pool.free_pages()[0])
+    before = books_of(pool)
+    for place in (0, num_pages // 2, num_pages - 1):
+        for wrong in (held[place - 1], free, PADDING_PAGE, -1, -num_pages, pool.num_pages + 1):
+            pages = held.copy()
+            pages[place] = wrong
+            with pytest.raises(PageError):
+                pool.release(pages)
+            assert books_of(pool) == before
+    pool.release(held)
+    assert sorted(set(range(1, num_pages + 1)) & set(pool.free_pages().tolist())) == [int(held[0])]
 
 
 def test_a_page_is_not_free_twice() -> None:

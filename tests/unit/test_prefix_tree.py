@@ -14,6 +14,7 @@ from mem_cache.audit import Holding, audit
 from mem_cache.tree.events import AllBlocksCleared, BlockRemoved, BlockStored, page_hashes
 from mem_cache.tree.keys import Namespace, PrefixKey
 from mem_cache.tree.node import Node
+from mem_cache.tree.policies import EvictionKey
 from mem_cache.tree.prefix_tree import Inserted, LockError, LockReceipt, Match
 
 BASE = Namespace()
@@ -447,6 +448,23 @@ def test_the_queue_of_eviction_stays_as_short_as_the_tree_is_small() -> None:
         use(books, 0)
         books.tree.unlock(lock(books, blocks([0, 1], 4)))
     assert len(books.tree._queue) <= len(list(books.tree.nodes()))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_first_eviction_does_not_look_at_every_leaf(policy: str) -> None:
+    books = make_books(4, num_pages=100, policy=policy)
+    for number in range(100):
+        insert(books, blocks([number], 4), priority=number % 3)
+    looked_at: list[Node] = []
+    order = books.tree._order
+
+    def watched(node: Node) -> EvictionKey:
+        looked_at.append(node)
+        return order(node)
+
+    books.tree._order = watched
+    assert books.tree.evict(1) == 1
+    assert len(looked_at) < 5
 
 
 # Flush.

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from devices.base import Linear
+from devices.cpu.kernels.memory import ResultMemory
 
 
 def takes(weight: torch.Tensor) -> bool:
@@ -18,8 +19,9 @@ def takes(weight: torch.Tensor) -> bool:
 class Bf16Weight:
     """See `devices.base.PackedWeight`. A row of a product depends on its own input row only, to the last bit."""
 
-    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor) -> None:
-        """`weight`: one that `takes` it."""
+    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, memory: ResultMemory | None = None) -> None:
+        """`weight`: one that `takes` it; `memory`: of large results."""
+        self._memory = memory or ResultMemory()
         self._library, self._shape = library, weight.shape
         width = ctypes.c_int.in_dll(library, "bf16_width").value
         missing = -weight.shape[0] % width
@@ -39,7 +41,7 @@ class Bf16Weight:
                 raise ValueError(f"{x.dtype} {list(x.shape)} does not fit torch.bfloat16 {list(self._shape)}")
             x = x if x.stride(1) == 1 else x.contiguous()
             rows, threads = x.shape[0], torch.get_num_threads()
-            y = torch.empty(rows, out_size, dtype=out_dtype)
+            y = self._memory.empty(rows, out_size, out_dtype)
             function(x.data_ptr(), x.stride(0), weight_at, bias_at, y.data_ptr(), rows, out_size, in_size, threads)
             return y
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from devices.base import Linear
 from devices.cpu.kernels.bf16 import Bf16Weight, takes
+from devices.cpu.kernels.memory import ResultMemory
 
 MAX_KERNEL_ROWS = 64
 """With more rows than this, MKL is faster."""
@@ -31,12 +32,21 @@ TYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 class KernelOperators:
     """See `devices.base.Operators`. Tensors may have any row stride; rows are copied when they are not contiguous."""
 
-    def __init__(self, library: ctypes.CDLL, has_fast_bf16: bool, *, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        has_fast_bf16: bool,
+        *,
+        deterministic: bool = False,
+        memory: ResultMemory | None = None,
+    ) -> None:
         """Args beside the library:
 
         has_fast_bf16: the processor multiplies bf16, and a bf16 weight is kept in a form for that.
         deterministic: a row of a product never depends on how many there are.
+        memory: of large results.
         """
+        self._memory = memory or ResultMemory()
         self._library = library
         self._has_fast_bf16 = has_fast_bf16
         self._most_rows = sys.maxsize if deterministic else MAX_KERNEL_ROWS
@@ -45,9 +55,10 @@ class KernelOperators:
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Linear:
         if self._has_fast_bf16 and takes(weight):
-            return Bf16Weight(self._library, weight).linear(bias, out_dtype)
+            return Bf16Weight(self._library, weight, self._memory).linear(bias, out_dtype)
         most_rows = self._most_rows
-        return _KernelLinear(self._library, weight, bias, out_dtype or weight.dtype, self._has_fast_bf16, most_rows)
+        out_dtype = out_dtype or weight.dtype
+        return _KernelLinear(self._library, weight, bias, out_dtype, self._has_fast_bf16, most_rows, self._memory)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()
@@ -96,8 +107,10 @@ class _KernelLinear:
         out_dtype: torch.dtype,
         has_fast_bf16: bool,
         most_rows: int,
+        memory: ResultMemory,
     ) -> None:
         """`most_rows`: with more than these, torch computes."""
+        self._memory = memory
         self._weight, self._bias, self._out_dtype = weight.contiguous(), bias, out_dtype
         self._function = getattr(library, f"linear_{TYPE_NAMES[weight.dtype]}_{TYPE_NAMES[out_dtype]}")
         self._widens = weight.dtype == torch.bfloat16 and not has_fast_bf16
@@ -110,7 +123,7 @@ class _KernelLinear:
             return (self._widened(x) if self._widens else F.linear(x, self._weight, self._bias)).to(self._out_dtype)
         x = x if x.stride(1) == 1 else x.contiguous()
         out_size, in_size = self._weight.shape
-        y = torch.empty(x.shape[0], out_size, dtype=self._out_dtype)
+        y = self._memory.empty(x.shape[0], out_size, self._out_dtype)
         bias = None if self._bias is None else self._bias.data_ptr()
         self._function(
             x.data_ptr(),
@@ -129,7 +142,7 @@ class _KernelLinear:
         """float32 [rows, out]."""
         x = x.float()
         out_size, in_size = self._weight.shape
-        y = torch.empty(x.shape[0], out_size)
+        y = self._memory.empty(x.shape[0], out_size, torch.float32)
         parts = torch.split(self._weight, max(1, WIDENED_FLOATS // in_size))
         for columns, part in zip(torch.split(y, len(parts[0]), dim=1), parts, strict=True):
             torch.mm(x, part.float().T, out=columns)

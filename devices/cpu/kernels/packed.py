@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from devices.base import Linear
+from devices.cpu.kernels.memory import ResultMemory
 from devices.cpu.kernels.operators import TYPE_NAMES
 from devices.quantized import QuantizedWeight
 
@@ -27,8 +28,11 @@ class _Packed(ctypes.Structure):
 class KernelPackedWeight:
     """See `devices.base.PackedWeight`. A row of a product depends on its own input row only, to the last bit."""
 
-    def __init__(self, library: ctypes.CDLL, weight: QuantizedWeight, dtype: torch.dtype) -> None:
-        """`dtype`: of activations and of `rows`."""
+    def __init__(
+        self, library: ctypes.CDLL, weight: QuantizedWeight, dtype: torch.dtype, memory: ResultMemory | None = None
+    ) -> None:
+        """`dtype`: of activations and of `rows`; `memory`: of large results."""
+        self._memory = memory or ResultMemory()
         self._library, self._dtype, self._shape = library, dtype, weight.shape
         lanes = ctypes.c_int.in_dll(library, "packed_lanes").value
         self._quants = _panels(weight.quants.reshape(*weight.scales.shape, -1, _COLUMNS_OF_A_WORD), lanes)
@@ -50,7 +54,7 @@ class KernelPackedWeight:
             if x.dtype != self._dtype or x.shape[1] != in_size or (bias is not None and len(bias) != out_size):
                 raise ValueError(f"{x.dtype} {list(x.shape)} does not fit {self._dtype} {list(self._shape)}")
             x = x if x.stride(1) == 1 else x.contiguous()
-            y = torch.empty(x.shape[0], out_size, dtype=out_dtype)
+            y = self._memory.empty(x.shape[0], out_size, out_dtype)
             threads = torch.get_num_threads()
             function(x.data_ptr(), x.stride(0), weight_at, bias_at, y.data_ptr(), x.shape[0], threads)
             return y
