@@ -171,6 +171,9 @@ class ServerArgs:
         60.0, "Seconds that a client may take to send its request, or to take what was sent; then it is cut off."
     )
     drain_timeout_s: float = arg(30.0, "Seconds that SIGTERM leaves to requests in flight.")
+    start_timeout_s: float = arg(
+        1800.0, "Seconds that loading the model and the first step may take; then the start has failed."
+    )
     watchdog_timeout_s: float = arg(300.0, "Seconds that a step may take before /health says that it hangs.")
     tool_call_parser: str = arg(
         "auto",
@@ -336,6 +339,7 @@ _RANGES: dict[str, tuple[Any, str]] = {
     "stored_response_ttl_s": (lambda x: 0 < x < 1e8, "above 0 and below 1e8"),
     "client_timeout_s": (lambda x: 0 < x < 86400, "above 0 and below 86400"),
     "drain_timeout_s": (lambda x: 0 <= x < 86400, "from 0 to 86400"),
+    "start_timeout_s": (lambda x: 0 < x < 86400, "above 0 and below 86400"),
     "watchdog_timeout_s": (lambda x: 0 < x < 86400, "above 0 and below 86400"),
     "max_sessions": _AT_LEAST_ONE,
     "max_session_tokens": _AT_LEAST_ONE,

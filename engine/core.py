@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from devices.page_pool import PagePool
 from devices.pages import IntArray, page_count
 from engine.errors import BadRequest, session_rules
 from engine.request import Prompt, Request, RequestStatus, new_request
@@ -366,7 +367,7 @@ class EngineCore:
         return audit(self.allocator, [*held, *self.sessions.holdings()]) + self.sessions.audit()
 
     def stats(self) -> Mapping[str, int]:
-        """Pages of the full family by owner, rows, and counters."""
+        """Pages of the full family by owner, of the others free, pending and in use; rows, and counters."""
         pool, tree, rows = self.allocator.families.pools["full"], self.allocator.tree, self.allocator.rows
         in_tree = tree.num_evictable + tree.num_protected
         idle_pages, num_sessions, held_tokens = self.sessions.census()
@@ -390,6 +391,18 @@ class EngineCore:
             "num_sessions": num_sessions,
             "session_held_tokens": held_tokens,
             "evicted_tokens_total": tree.misses.num_evicted * tree.page_size,
+            **_family_pages(self.allocator.families.pools),
             **{f"prefix_miss_{reason}_total": self.scheduler.misses[reason] for reason in MISS_REASONS},
             **self.runner.counts,
         }
+
+
+def _family_pages(pools: Mapping[str, PagePool]) -> dict[str, int]:
+    """Pages of every family but the full one."""
+    counts = {}
+    for name, pool in pools.items():
+        if name != "full":
+            used = pool.num_pages - pool.num_free - pool.num_pending
+            for owner, count in (("free", pool.num_free), ("pending", pool.num_pending), ("used", used)):
+                counts[f"family_pages_{owner}_{name}"] = count
+    return counts

@@ -21,7 +21,7 @@ from engine.core import EngineCore
 from engine.server.app import create_app
 from engine.server.engine_client import EngineClient
 from engine.server.engine_process import EngineLoop
-from engine.server.messages import Beat, Ready, ToEngine, decode_from_engine, decode_to_engine
+from engine.server.messages import Beat, Progress, Ready, ToEngine, decode_from_engine, decode_to_engine
 from engine.server.metrics import Metrics
 from engine.server.serving import Serving
 from engine.text.tokenizer import Tokenizer
@@ -54,7 +54,9 @@ class InsideClient(EngineClient):
 
     def send(self, data: bytes) -> None:
         """The engine's socket."""
-        self._take(decode_from_engine(data))
+        message = decode_from_engine(data)
+        for one in message.answers if isinstance(message, Progress) else [message]:
+            self._take(one)
 
     def _carry(self, data: bytes, flags: int) -> None:
         message = decode_to_engine(data)

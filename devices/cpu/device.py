@@ -51,7 +51,7 @@ class CpuDevice:
 
         Raises DeviceUnavailable for "deterministic" where they cannot be built.
         """
-        fast_bf16 = _has_fast_bf16()
+        self._has_fast_bf16 = fast_bf16 = _has_fast_bf16()
         dtypes = ("bfloat16", "float32") if fast_bf16 else ("float32", "bfloat16")
         self.name = "cpu"
         self.torch_device = torch.device("cpu")
@@ -108,7 +108,7 @@ class CpuDevice:
     ) -> AttentionBackend:
         if self._library is None:
             return PagedAttention(num_heads, num_kv_heads, head_dim, window)
-        return KernelAttention(self._library, num_heads, num_kv_heads, head_dim, window)
+        return KernelAttention(self._library, self._has_fast_bf16, num_heads, num_kv_heads, head_dim, window)
 
     def copy_page(self, layers: Sequence[KvLayer], source: int, target: int) -> None:
         for layer in layers:

@@ -107,7 +107,9 @@ def serve(config: EngineConfig, args: ServerArgs) -> int:
 async def _serve(config: EngineConfig, args: ServerArgs, listener: socket.socket) -> int:
     client = EngineClient(config, logger.getEffectiveLevel())
     try:
-        tokenizer, _ = await asyncio.gather(asyncio.to_thread(load_tokenizer, config), client.start())
+        tokenizer, _ = await asyncio.gather(
+            asyncio.to_thread(load_tokenizer, config), client.start(args.start_timeout_s)
+        )
         serving = Serving(client, tokenizer, args, Metrics(client))
         app = create_app(serving)
         server = DrainingServer(

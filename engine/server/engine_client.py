@@ -117,11 +117,12 @@ class EngineClient:
         self._incoming = self._context.socket(zmq.PULL)
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
-        """Start the engine process and wait until it can serve.
+    async def start(self, limit_s: float) -> None:
+        """Start the engine process and wait until it can serve, for so many seconds at most.
 
         Raises:
-            ConfigError: an engine argument or the model is wrong. EngineDied: it ended for another reason.
+            ConfigError: an engine argument or the model is wrong, or it takes longer. EngineDied: it ended for
+                another reason.
         """
         to_engine, from_engine = (f"ipc://{self._folder / name}" for name in ("in", "out"))
         self._outgoing.bind(to_engine)
@@ -133,14 +134,20 @@ class EngineClient:
         self._process = spawn.Process(target=run_engine, args=arguments, name="rung-engine")
         self._process.start()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
-        await self._ready
+        done, _ = await asyncio.wait([self._ready], timeout=limit_s)
+        if not done:
+            raise ConfigError(
+                f"start_timeout_s={limit_s:g} has passed and the engine process is not ready: it hangs, or the model "
+                "takes longer to load; look at the log above, or give --start-timeout-s more"
+            )
+        self._ready.result()
 
     async def stop(self) -> None:
         """End the engine process and everything that waits for it."""
         self.is_stopping = True
         process = self._process
         if process is not None and process.is_alive():
-            with contextlib.suppress(zmq.Again):  # not connected yet: killed below
+            with contextlib.suppress(EngineDied):  # not connected yet: killed below
                 self._send(Stop())
             deadline = time.monotonic() + (STOP_LIMIT_S if self._ready.done() else 0.0)
             while process.is_alive() and time.monotonic() < deadline:
@@ -173,7 +180,8 @@ class EngineClient:
     def tell(self, name: str, **arguments: Any) -> None:
         """Send one of `Commands` and do not wait: what is sent later is taken later. A refusal is not heard."""
         if not self.died.is_set():
-            self._send(Call(uuid.uuid4().hex, name, arguments))
+            with contextlib.suppress(EngineDied):
+                self._send(Call(uuid.uuid4().hex, name, arguments))
 
     async def call(self, name: str, **arguments: Any) -> Any:
         """The result of one of `Commands`. Raises BadRequest: it was refused. EngineDied."""
@@ -189,7 +197,8 @@ class EngineClient:
     def abort(self, request_id: str | None) -> None:
         """End a request, or all when None; unknown ids are no error."""
         if not self.died.is_set():
-            self._send(Abort(request_id))
+            with contextlib.suppress(EngineDied):
+                self._send(Abort(request_id))
 
     def forget(self, request_id: str, *, abort: bool) -> None:
         """Nobody reads this request any longer."""
@@ -206,13 +215,16 @@ class EngineClient:
             raise EngineDied(self.reason)
 
     def _send(self, message: ToEngine) -> None:
-        """Raises BadRequest: JSON can hold it and a message cannot."""
+        """Raises BadRequest: JSON can hold it and a message cannot; EngineDied."""
         try:
             encoded = encode(message)
         except (UnicodeEncodeError, OverflowError) as error:
             rule = "has a text that is not valid Unicode, or a number beyond 64 bits"
             raise BadRequest("body", str(error), rule) from None
-        self._outgoing.send(encoded, flags=zmq.DONTWAIT)
+        try:
+            self._outgoing.send(encoded, flags=zmq.DONTWAIT)
+        except zmq.Again:  # nobody is at the other end: `_watch` will say so in a moment
+            raise EngineDied("the engine process is not there") from None
 
     async def _receive(self) -> None:
         num_given = 0

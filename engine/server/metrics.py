@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.request import Finish
+from engine.server.throughput import Throughput
 from mem_cache.tree.misses import MISS_REASONS
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ GRAPH_STEPS = "graph_steps_"
 
 ROWS_ON_HOST = "sampled_on_host_"
 """The same."""
+
+FAMILY_PAGES = "family_pages_"
+"""Start of the names of other families' pages (`EngineCore.stats`): the owner, then the family."""
 
 
 class EngineGauges(Collector):
@@ -94,6 +98,13 @@ class EngineGauges(Collector):
         ):
             owners.add_metric([owner], count * page)
         yield owners
+        text = "Pages of the families beside the one of all tokens, where there are some, by who holds them."
+        families = GaugeMetricFamily("rung:kv_family_pages", text, labels=["family", "owner"])
+        for name, count in stats.items():
+            if name.startswith(FAMILY_PAGES):
+                owner, _, family = name.removeprefix(FAMILY_PAGES).partition("_")
+                families.add_metric([family, owner], count)
+        yield families
         steps = GaugeMetricFamily(
             "rung:decode_graph_steps", "Steps by how they ran, where there are graphs.", labels=["how"]
         )
@@ -141,6 +152,9 @@ class Metrics:
         self._cached_tokens = counter("cached_tokens", "Of those, not computed.")
         self._lost = counter("prefix_lost_to_alignment_tokens", "Of those, computed again at page borders.")
         self._generation_tokens = counter("generation_tokens", "Generated tokens of finished answers.")
+        self.generated = Throughput()
+        text = "Tokens generated a second, over the last ten seconds."
+        Gauge("rung:gen_throughput", text, registry=self.registry).set_function(self.generated.per_second)
         self._finished = counter("num_requests", "Finished answers.", ("finish_reason",))
 
     def finished(self, usage: Usage, finish: Finish | None, seconds: float, queue_s: float) -> None:

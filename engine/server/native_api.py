@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -17,10 +17,11 @@ from engine.errors import BadRequest, session_rules
 from engine.request import TokenLogprob
 from engine.sampling.grammar import Grammar, GrammarKind
 from engine.sampling.params import SamplingParams
+from engine.server.body_types import FIRST_ONLY, Ids, Objects, Texts
 from engine.server.connection import EventStream, while_connected
 from engine.server.openai_api import DONE, LOWEST_LOGPROB, owner_of, serving_of, sse
 from engine.server.refusals import sse_error
-from engine.server.serving import Generation, Prompt, Serving, Whole, wholes
+from engine.server.serving import Generation, Prompt, Serving, Whole, check_finishes, wholes
 from session.branching import SessionParams
 
 router = APIRouter()
@@ -35,15 +36,15 @@ class GenerateRequest(BaseModel):
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
-    rid: str | list[str] | None = None
+    text: str | Texts | None = None
+    input_ids: Ids | Annotated[list[Ids], FIRST_ONLY] | None = None
+    sampling_params: dict[str, Any] | Objects | None = None
+    rid: str | Texts | None = None
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
-    token_ids_logprob: list[int] | None = None
+    token_ids_logprob: Ids | None = None
     return_text_in_logprobs: bool = False
     session_params: dict[str, Any] | None = None
     priority: int = 0
@@ -113,6 +114,8 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
     if body.stream:
         return EventStream(_events(serving, generations[0], body, started), generations)
     answers_of = await while_connected(request, wholes(generations))
+    if not is_batch:
+        check_finishes(answer.finish for answer in answers_of[0])
     results = [
         _result(serving, generation.id, answer, body, started)
         for generation, answers in zip(generations, answers_of, strict=True)
@@ -178,6 +181,7 @@ async def _events(
             answer = answers.setdefault(piece.choice, Whole())
             answer.add(piece)
             yield sse({**_result(serving, generation.id, answer, body, started), "index": piece.choice})
+        check_finishes(answer.finish for answer in answers.values())
     except Exception as error:  # the stream has begun: the last event says what went wrong
         yield sse_error(error)
     yield DONE
@@ -243,14 +247,14 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
 
 
 class DetokenizeRequest(BaseModel):
-    tokens: list[int]
+    tokens: Ids
     skip_special_tokens: bool = True
 
 
 @router.post("/detokenize")
 async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, str]:
     serving = serving_of(request)
-    ids = await serving.token_ids("tokens", body.tokens)
+    ids = await serving.token_ids("tokens", body.tokens, is_prompt=False)
     return {"text": serving.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens)}
 
 

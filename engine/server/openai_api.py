@@ -18,7 +18,7 @@ from engine.server.chat_plan import ChatPlan, DeltaWriter, message_of, plan_chat
 from engine.server.connection import EventStream, while_connected
 from engine.server.openai_types import OPENAI_DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest
 from engine.server.refusals import sse_error
-from engine.server.serving import Generation, Prompt, Serving, Usage, Whole, side_by_side, wholes
+from engine.server.serving import Generation, Prompt, Serving, Usage, Whole, check_finishes, side_by_side, wholes
 
 router = APIRouter(prefix="/v1")
 DONE = b"data: [DONE]\n\n"
@@ -92,6 +92,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     if body.stream:
         return EventStream(_chat_events(serving, generation, body, plan), [generation])
     answers = await while_connected(request, generation.whole())
+    check_finishes(answer.finish for answer in answers)
     choices = []
     for index, answer in enumerate(answers):
         part = plan.parser().feed(answer.text, is_last=True)
@@ -115,6 +116,7 @@ async def _chat_events(
     head = _head("chatcmpl", "chat.completion.chunk", serving)
     with_usage = body.stream_options is not None and body.stream_options.include_usage
     usages: list[Usage | None] = [None] * body.n
+    finishes: list[Finish] = []
     usage_field = {"usage": None} if with_usage else {}
 
     writers = [DeltaWriter(plan) for _ in range(body.n)]
@@ -137,9 +139,11 @@ async def _chat_events(
                 yield chunk(piece.choice, delta, None if index else logprobs)
             if piece.finish is not None:
                 usages[piece.choice] = piece.usage
+                finishes.append(piece.finish)
                 yield chunk(piece.choice, {}, None, piece.finish)
         if with_usage:
             yield sse({**head, "choices": [], "usage": usage_of(usages)})
+        check_finishes(finishes)
     except Exception as error:  # the stream has begun: the last event says what went wrong
         yield sse_error(error)
     yield DONE
@@ -186,6 +190,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     if body.stream:
         return EventStream(_completion_events(serving, generations, prompts, body), generations)
     per_prompt = await while_connected(request, wholes(generations))
+    check_finishes(answer.finish for answers in per_prompt for answer in answers)
     choices: list[dict[str, Any]] = []
     usages = []
     for prompt_index, answers in enumerate(per_prompt):
@@ -224,13 +229,16 @@ async def _completion_events(
     with_usage = body.stream_options is not None and body.stream_options.include_usage
     usage_field = {"usage": None} if with_usage else {}
     usages: list[tuple[int, Usage | None]] = []
+    finishes: list[Finish] = []
     is_whole = body.max_tokens == 0 or (body.echo and body.logprobs is not None)
-    choices = (_whole_choices if is_whole else _choices_in_pieces)(serving, generations, prompts, body, usages)
+    write = _whole_choices if is_whole else _choices_in_pieces
+    choices = write(serving, generations, prompts, body, usages, finishes)
     try:
         async for one in choices:
             yield sse({**head, "choices": [one], **usage_field})
         if with_usage:
             yield sse({**head, "choices": [], "usage": _usage_of_prompts(usages)})
+        check_finishes(finishes)
     except Exception as error:  # the stream has begun: the last event says what went wrong
         yield sse_error(error)
     yield DONE
@@ -242,8 +250,9 @@ async def _choices_in_pieces(
     prompts: Sequence[list[int]],
     body: CompletionRequest,
     usages: list[tuple[int, Usage | None]],
+    finishes: list[Finish],
 ) -> AsyncIterator[dict[str, Any]]:
-    """What is new of a choice, each with its index; `usages` grows as they end."""
+    """What is new of a choice, each with its index; `usages` and `finishes` grow as they end."""
     for index, ids in enumerate(prompts if body.echo else ()):
         for choice in range(body.n):
             one = {"index": index * body.n + choice, "text": serving.tokenizer.decode(ids)}
@@ -255,6 +264,7 @@ async def _choices_in_pieces(
             logprobs = _completion_logprobs(serving, Whole(logprobs=piece.logprobs), body)
         if piece.finish is not None:
             usages.append((index, piece.usage))
+            finishes.append(piece.finish)
         if piece.text or reason or logprobs:
             one = {"index": index * body.n + piece.choice, "text": piece.text}
             yield {**one, "logprobs": logprobs, "finish_reason": reason}
@@ -266,6 +276,7 @@ async def _whole_choices(
     prompts: Sequence[list[int]],
     body: CompletionRequest,
     usages: list[tuple[int, Usage | None]],
+    finishes: list[Finish],
 ) -> AsyncIterator[dict[str, Any]]:
     """The same where the logprobs of the prompt are wanted, or nothing but the prompt: they are known at the end."""
     answers = [[Whole() for _ in range(body.n)] for _ in generations]
@@ -275,6 +286,7 @@ async def _whole_choices(
         if piece.finish is not None:
             kept = answer if body.max_tokens != 0 else _without_output(answer)
             usages.append((index, kept.usage))
+            finishes.append(piece.finish)
             yield _completion_choice(serving, index * body.n + piece.choice, prompts[index], kept, body)
 
 

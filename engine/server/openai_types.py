@@ -6,13 +6,14 @@ that clients send and that change nothing here (`user`, `metadata`, `store`, ...
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from engine.errors import BadRequest
 from engine.sampling.grammar import Grammar
 from engine.sampling.params import SamplingParams
+from engine.server.body_types import FIRST_ONLY, Ids, Numbers, Objects, Texts
 
 OPENAI_DEFAULT_MAX_TOKENS = 16
 """Of the completions endpoint; a chat answer may fill the context."""
@@ -38,17 +39,17 @@ class Sampled(BaseModel):
     stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Numbers | None = None
     # Extras with the names that SGLang and vLLM use.
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -116,12 +117,12 @@ def _grammar_of_format(wanted: dict[str, Any]) -> Grammar | None:
 class ChatRequest(Sampled):
     """Body of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Objects
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     separate_reasoning: bool = True
@@ -142,7 +143,7 @@ class ChatRequest(Sampled):
 class CompletionRequest(Sampled):
     """Body of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Texts | Ids | Annotated[list[Ids], FIRST_ONLY]
     max_tokens: int | None = OPENAI_DEFAULT_MAX_TOKENS
     logprobs: int | None = Field(default=None, ge=0)
     echo: bool = False

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from engine.errors import BadRequest, SessionRefused
 from engine.server.engine_client import EngineDied
+from engine.server.serving import AnswerFailed
 
 logger = logging.getLogger("rung")
 
@@ -46,6 +47,8 @@ def as_error(error: Exception) -> tuple[int, dict[str, Any]]:
         return 400, error_body(400, str(error), param=error.field, code=code)
     if isinstance(error, EngineDied):
         return 503, error_body(503, "the engine has stopped; the server is shutting down", code="engine_stopped")
+    if isinstance(error, AnswerFailed):
+        return 500, error_body(500, str(error), code="generation_failed")
     logger.error("a request failed", exc_info=error)
     return 500, error_body(500, "internal error; the server's log has the reason", code="internal_error")
 
@@ -83,7 +86,7 @@ def install(app: FastAPI) -> None:
         code = "invalid_json" if first["type"] == "json_invalid" else "invalid_value"
         return AsciiJson(error_body(400, message, param=where or None, code=code), 400)
 
-    for kind in (BadRequest, EngineDied, Exception):
+    for kind in (BadRequest, EngineDied, AnswerFailed, Exception):
         app.add_exception_handler(kind, of_exception)
     app.add_exception_handler(HTTPException, of_http)
     app.add_exception_handler(RequestValidationError, of_validation)

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import Field
 
 from engine.errors import BadRequest
+from engine.server.body_types import Objects, Texts, Words
 from engine.server.openai_types import ChatRequest, Sampled
 
 Message = dict[str, Any]
@@ -30,18 +31,18 @@ _NOT_HERE = {
 class ResponseRequest(Sampled):
     """Body of POST /v1/responses. Fields that clients send and that change nothing here are let through."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
     max_output_tokens: int | None = None
-    metadata: dict[str, str] = Field(default_factory=dict)
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    metadata: Words = Field(default_factory=dict)
+    tools: Objects = Field(default_factory=list)
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     text: dict[str, Any] = Field(default_factory=dict)
     top_logprobs: int | None = None
-    include: list[str] = Field(default_factory=list)
+    include: Texts = Field(default_factory=list)
     truncation: str | None = None
     reasoning: dict[str, Any] | None = None
     user: str | None = None

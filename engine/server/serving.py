@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from engine.config import ServerArgs
-from engine.errors import BadRequest
+from engine.errors import BadRequest, RungError
 from engine.request import Finish, TokenLogprob
 from engine.sampling.params import SamplingParams
 from engine.server.engine_client import Answer, EngineClient
@@ -102,6 +102,17 @@ class Whole:
             self.finish, self.usage, self.prompt_logprobs = piece.finish, piece.usage, piece.prompt_logprobs
 
 
+class AnswerFailed(RungError):
+    """The engine gave up an answer: the model's output were no numbers, or its grammar could not go on."""
+
+
+def check_finishes(finishes: Iterable[Finish | None]) -> None:
+    """Raises AnswerFailed with the engine's reason."""
+    for finish in finishes:
+        if finish is not None and finish.reason == "error":
+            raise AnswerFailed(finish.message or "the answer cannot go on")
+
+
 class Generation:
     """An accepted request: iterate it once. Leaving early aborts it.
 
@@ -128,6 +139,7 @@ class Generation:
             text, choice, now = texts[message.choice], message.choice, time.monotonic()
             num_tokens[choice] += len(message.token_ids)
             if prompt.counts and message.token_ids:
+                metrics.generated.add(len(message.token_ids))
                 if previous_s[choice]:
                     metrics.inter_token.observe(now - previous_s[choice])
                 elif choice == 0:
@@ -262,13 +274,16 @@ class Serving:
         encode = self.tokenizer.encode
         return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens, without_gil=True)
 
-    async def token_ids(self, field_name: str, prompt: Any) -> list[int]:
-        """A text or a list of ids as ids. Raises BadRequest: neither."""
+    async def token_ids(self, field_name: str, prompt: Any, *, is_prompt: bool = True) -> list[int]:
+        """A text or a list of ids as ids. Raises BadRequest: neither, or more for a prompt than the context holds."""
         if isinstance(prompt, str):
             return await self.encode(prompt)
         vocab_size: int = self.client.info["vocab_size"]
         if not isinstance(prompt, list) or not prompt:
             raise BadRequest(field_name, prompt, "must be a text or a list of token ids, not empty")
+        if is_prompt and len(prompt) >= self.context_len:
+            rule = f"tokens leave no room for an answer: the context is {self.context_len} tokens; shorten the prompt"
+            raise BadRequest("prompt", len(prompt), rule)
         for token_id in prompt:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise BadRequest(field_name, token_id, f"is no token id of this model; they are 0..{vocab_size - 1}")

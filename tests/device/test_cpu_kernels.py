@@ -231,15 +231,21 @@ STEPS = {
 }
 
 
-@dtypes
-@pytest.mark.parametrize("kv", DTYPES, ids=str)
+FORMS_OF_ATTENTION = [(dtype, kv, False) for dtype in DTYPES for kv in DTYPES] + [
+    (torch.bfloat16, torch.bfloat16, True)
+]
+
+
+@pytest.mark.parametrize(("dtype", "kv", "has_fast_bf16"), FORMS_OF_ATTENTION, ids=str)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("heads", [(3, 3), (9, 3), (8, 2), (16, 2), (5, 1)], ids=str)
-def test_attention_over_pages(dtype: torch.dtype, kv: torch.dtype, step: str, heads: tuple[int, int]) -> None:
+def test_attention_over_pages(
+    dtype: torch.dtype, kv: torch.dtype, has_fast_bf16: bool, step: str, heads: tuple[int, int]
+) -> None:
     shapes = itertools.product((32, 64, 96, 128, 8), (1, 16, 128), (None, 40))
     for dim, page_size, window in list(shapes)[:: 3 if step == "decode" else 7]:
         pages = Pages(*STEPS[step], heads, dim, page_size, kv)
-        got, *got_kv = pages.run(KernelAttention(LIBRARY, *heads, dim, window), dtype)
+        got, *got_kv = pages.run(KernelAttention(LIBRARY, has_fast_bf16, *heads, dim, window), dtype)
         if not STEPS[step][0]:
             assert got.shape == (0, heads[0], dim)
             continue
@@ -257,11 +263,16 @@ def _exact(backend: PagedAttention) -> AttentionBackend:
     return backend
 
 
-@dtypes
-def test_what_a_token_gets_depends_on_nothing_but_its_row(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "has_fast_bf16"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)], ids=str
+)
+@pytest.mark.parametrize("window", [None, 45])
+def test_what_a_token_gets_depends_on_nothing_but_its_row(
+    dtype: torch.dtype, has_fast_bf16: bool, window: int | None
+) -> None:
     heads, dim = (6, 2), 64
     whole = Pages([200], [200], heads, dim, 16, dtype)
-    want, k, v = whole.run(KernelAttention(LIBRARY, *heads, dim), dtype)
+    want, k, v = whole.run(KernelAttention(LIBRARY, has_fast_bf16, *heads, dim, window), dtype)
     for page_size in (1, 16, 128):
         alone = Pages([200], [1], heads, dim, page_size, dtype)
         table = alone.step.page_tables[0].long()
@@ -270,7 +281,7 @@ def test_what_a_token_gets_depends_on_nothing_but_its_row(dtype: torch.dtype) ->
         for side, full in ((alone.k, k), (alone.v, v)):
             side[table[slots // page_size], :, slots % page_size] = full[source[0], :, source[1]]
         row = draw(200, heads[0] + 2 * heads[1], dim, dtype=dtype, seed=5)[199:]
-        backend = KernelAttention(LIBRARY, *heads, dim)
+        backend = KernelAttention(LIBRARY, has_fast_bf16, *heads, dim, window)
         backend.plan(alone.step)
         got = backend.forward(row[:, :6], row[:, 6:8], row[:, 8:], KvLayer(alone.k, alone.v, 0))
         assert torch.equal(got[0], want[199])
@@ -327,7 +338,7 @@ def test_a_nan_of_any_bits_is_stored_as_nan(bits: int) -> None:
     nan = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)
     k = nan.expand(1, 1, 16).contiguous()
     pages = Pages([3], [1], (1, 1), 16, 16, torch.bfloat16)
-    backend = KernelAttention(LIBRARY, 1, 1, 16)
+    backend = KernelAttention(LIBRARY, False, 1, 1, 16)
     backend.plan(pages.step)
     backend.forward(torch.ones(1, 1, 16), k, k, KvLayer(pages.k, pages.v, 0))
     page = int(pages.step.page_tables[0, 0])

@@ -71,6 +71,10 @@ def test_a_freed_window_gives_the_tokens_of_a_masked_one(windowed_path, masked, 
         assert outputs(requests) == masked
     assert any(request.cached_tokens for request in requests) is not no_cache
     assert peaks.used["window"] < peaks.used["full"]
+    pool, stats = peaks.pools["window"], llm.stats()
+    pages = {owner: stats[f"family_pages_{owner}_window"] for owner in ("free", "pending", "used")}
+    assert pages == {"free": pool.num_free, "pending": 0, "used": pool.num_pages - pool.num_free}
+    assert not any(name.endswith("_full") for name in stats)
     assert_window_idle(llm)
 
 

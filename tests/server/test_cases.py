@@ -8,7 +8,13 @@ import json
 from typing import Any
 
 import pytest
-from inside import Inside, core_for_text, inside, say, served, until, waiting
+from hash_engine import HashExecutor
+from inside import SHORT, Inside, byte_tokenizer, core_for_text, inside, say, served, until, waiting
+from pydantic import BaseModel, ValidationError
+
+from engine.server.native_api import DetokenizeRequest, GenerateRequest
+from engine.server.openai_types import ChatRequest, CompletionRequest
+from engine.server.response_types import ResponseRequest
 
 COMPLETION = {"prompt": [5, 6, 7, 8], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -203,3 +209,162 @@ async def test_b114_a_name_may_come_again_when_its_request_has_ended():
             await server.post("/continue_generation", {})
             assert (await first)["meta_info"]["finish_reason"]["type"] == "length"
         assert server.client.core.audit() == []
+
+
+@served
+async def test_b097_a_body_of_20_mb_is_too_large():
+    async def pieces() -> Any:
+        for _ in range(20):
+            yield b" " * 2**20
+
+    async with inside() as server:
+        contents: list[Any] = [b" " * (20 << 20), pieces()]
+        for content in contents:
+            answer = await server.http.post("/v1/chat/completions", content=content)
+            assert (answer.status_code, strict(answer.text)["error"]["code"]) == (413, "body_too_large")
+        assert (await server.ask("GET", "/health")).status_code == 200
+
+
+WRONG: list[tuple[type[BaseModel], dict[str, Any]]] = [
+    (ChatRequest, {"messages": [5] * 9999}), (ChatRequest, {"messages": [], "tools": ["x"] * 9999}),
+    (ChatRequest, {"messages": [], "stop": [5] * 9999}),
+    (ChatRequest, {"messages": [], "stop_token_ids": ["x"] * 9999}),
+    (ChatRequest, {"messages": [], "logit_bias": {str(index): "x" for index in range(9999)}}),
+    (CompletionRequest, {"prompt": [1.5] * 9999}), (CompletionRequest, {"prompt": [[1.5]] * 9999}),
+    (CompletionRequest, {"prompt": [[1.5] * 9999] * 9}), (ResponseRequest, {"input": [5] * 9999}),
+    (ResponseRequest, {"input": "x", "include": [5] * 9999}), (ResponseRequest, {"input": "x", "tools": [5] * 9999}),
+    (ResponseRequest, {"input": "x", "metadata": {str(index): 5 for index in range(9999)}}),
+    (GenerateRequest, {"input_ids": [1.5] * 9999}), (GenerateRequest, {"input_ids": [[1.5]] * 9999}),
+    (GenerateRequest, {"text": [5] * 9999}), (GenerateRequest, {"text": "x", "rid": [5] * 9999}),
+    (GenerateRequest, {"text": "x", "sampling_params": [5] * 9999}), (DetokenizeRequest, {"tokens": ["x"] * 9999}),
+    (GenerateRequest, {"text": "x", "token_ids_logprob": ["x"] * 9999}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "body"), WRONG, ids=[f"{kind.__name__}-{[*body][-1]}" for kind, body in WRONG])
+def test_b102_a_wrong_list_is_refused_at_its_first_wrong_item(kind, body):
+    """A description of each of a million items takes half a minute, in which nobody is served."""
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(body)
+    assert refused.value.error_count() < 15
+
+
+@served
+async def test_b102_a_prompt_beyond_the_context_is_refused_before_its_ids_are_looked_at():
+    async with inside(core=core_for_text()) as server:
+        ids = [-1] * server.serving.context_len
+        for path, body in (("/v1/completions", {"prompt": ids}), ("/generate", {"input_ids": ids})):
+            assert (await server.post(path, body, 400))["error"]["code"] == "context_length_exceeded"
+        assert server.client.sent == []
+        text = (await server.post("/detokenize", {"tokens": [65] * 1000}))["text"]
+        assert text == byte_tokenizer().decode([65] * 1000)
+
+
+def answers_with(server: Inside, prompt_len: int, token_ids: list[int]) -> None:
+    """The model says this."""
+    runner: Any = server.client.core.runner
+    compute = runner._compute
+
+    def scripted(row: int, start: int, ids: list[int]) -> int:
+        compute(row, start, ids)
+        return token_ids[max(0, start + len(ids) - prompt_len)]
+
+    runner._compute = scripted
+
+
+@served
+async def test_b104_an_answer_may_end_on_half_a_character():
+    """Only its end is replaced: no event before the last shows what is not a character yet."""
+    async with inside(core=core_for_text()) as server:
+        whole = byte_tokenizer().encode("a🙂é🙂", add_special_tokens=False)
+        said = byte_tokenizer().decode(whole[:-1])
+        assert said == "a🙂é\ufffd", "the last token is a part of the last character"
+        answers_with(server, 4, whole)
+        body = {**COMPLETION, "max_tokens": len(whole) - 1}
+        assert (await server.post("/v1/completions", body))["choices"][0]["text"] == said
+        texts = [event["choices"][0]["text"] for event in await chunks(server, "/v1/completions", body)]
+        assert "".join(texts) == said
+        assert not any("\ufffd" in text for text in texts[:-1])
+        native = {"input_ids": [5, 6, 7, 8], "sampling_params": {"max_new_tokens": len(whole) - 1, "temperature": 0}}
+        events = await chunks(server, "/generate", native)
+        assert events[-1]["text"] == said
+        assert not any("\ufffd" in event["text"] for event in events[:-1])
+
+
+WITH_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
+@pytest.mark.parametrize("n", [1, 2])
+@served
+async def test_b099_an_answer_of_no_numbers_is_an_error_of_its_request_alone(path, body, n):
+    async with inside(core=core_for_text()) as server:
+        good = {"prompt": [9, 9, 9], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        alone = (await server.post("/v1/completions", good))["choices"][0]["text"]
+        core = server.client.core
+        running, runner = core.scheduler.running, core.runner
+        assert isinstance(runner, HashExecutor)
+        for stream in (False, True):
+            beside = asyncio.create_task(server.post("/v1/completions", good))
+            await until(lambda: any(one.num_output for one in running))
+            wanted = {**body, "n": n, "max_tokens": 20, **(WITH_USAGE if stream else {})}
+            bad = asyncio.create_task(server.ask("POST", path, wanted))
+            await until(lambda: len(running) == 1 + n and running[-1].num_output > 1)
+            runner.fail_next = 1
+            answer = await bad
+            if stream:
+                lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+                assert lines.pop() == "[DONE]"
+                error, usage = strict(lines.pop())["error"], strict(lines.pop())
+                assert usage["choices"] == []
+                assert 1 < usage["usage"]["completion_tokens"] < 20 * n
+                assert usage["usage"]["prompt_tokens"] > 0
+            else:
+                assert answer.status_code == 500
+                error = strict(answer.text)["error"]
+            assert (error["type"], error["code"]) == ("server_error", "generation_failed")
+            assert "not finite" in error["message"]
+            assert (await beside)["choices"][0]["text"] == alone
+            assert (await server.metrics())['num_requests_total{finish_reason="error"}'] == 1 + stream
+        assert core.audit() == []
+
+
+@served
+async def test_b099_one_answer_of_a_batch_may_be_an_error():
+    """Those of /generate come each with its own end; one alone is an error object, or the last event."""
+    async with inside() as server:
+        runner = server.client.core.runner
+        assert isinstance(runner, HashExecutor)
+        await server.post("/pause_generation", {})
+        batch = asyncio.create_task(server.post("/generate", {"input_ids": [[5], [6], [7]], "sampling_params": SHORT}))
+        await until(waiting(server)(3))
+        runner.fail_next = 1
+        await server.post("/continue_generation", {})
+        ends = [one["meta_info"]["finish_reason"] for one in await batch]
+        assert sorted(end["type"] for end in ends) == ["error", "length", "length"]
+        runner.fail_next = 1
+        assert (await server.post("/generate", say([5]), 500))["error"]["code"] == "generation_failed"
+        runner.fail_next = 1
+        events = await chunks(server, "/generate", say([8]))
+        assert events[-1]["error"]["code"] == "generation_failed"
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
+@served
+async def test_b106_b115_a_stream_that_is_aborted_says_what_it_has_used(path, body):
+    async with inside(core=core_for_text()) as server:
+        wanted = {**body, **WITH_USAGE, "max_tokens": 100, "rid": "cut", "n": 2}
+        stream = asyncio.create_task(chunks(server, path, wanted))
+        running = server.client.core.scheduler.running
+        await until(lambda: len(running) == 2 and all(one.num_output > 3 for one in running))
+        await server.post("/abort_request", {"rid": "cut"})
+        events = await stream
+        last = events.pop()
+        assert last["choices"] == []
+        assert 8 <= last["usage"]["completion_tokens"] < 200
+        assert last["usage"]["total_tokens"] == last["usage"]["prompt_tokens"] + last["usage"]["completion_tokens"]
+        choices = [choice for event in events for choice in event["choices"]]
+        assert {one["index"]: one["finish_reason"] for one in choices if one["finish_reason"]} == {
+            0: "abort",
+            1: "abort",
+        }

@@ -325,7 +325,7 @@ def test_a_client_that_hangs_up_ends_a_request_that_does_not_move(server):
 
 def test_the_default_model_answers_through_the_official_client(smollm2_server):
     client = openai.OpenAI(base_url=f"{smollm2_server.url}/v1", api_key="none")
-    said = [{"role": "user", "content": "What is the capital of France?"}]
+    said = [{"role": "user", "content": "Name the capital of France."}]
     answer = client.chat.completions.create(model="smol", messages=said, max_tokens=20, temperature=0)
     assert answer.choices[0].message.content == "The capital of France is Paris."
     assert answer.choices[0].finish_reason == "stop"

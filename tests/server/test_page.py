@@ -73,10 +73,12 @@ class Watched:
         self.page.wait_for_selector("#send:visible", timeout=90_000)
 
     def begin(self, text: str, most: int) -> None:
+        before = self.page.locator(".model").count()
         self.page.evaluate("most => { document.getElementById('most').value = most; }", most)
         self.page.fill("#say", text)
         self.page.press("#say", "Enter")
-        self.page.wait_for_selector("#stop:visible")
+        # A short answer may have ended before the button that stops it was seen.
+        self.page.wait_for_function("n => document.querySelectorAll('.model').length > n", arg=before)
 
     def usage(self, turn: int) -> dict[str, int]:
         """What the page says of an answer: reused, computed, generated."""

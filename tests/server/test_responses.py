@@ -39,11 +39,11 @@ def num_sessions(server, key: str | None = None) -> int:
 
 def test_a_conversation_of_the_default_model(smollm2_server):
     client = of(smollm2_server)
-    first = client.responses.create(model="smol", input="What is the capital of France?", temperature=0)
+    first = client.responses.create(model="smol", input="Name the capital of France.", temperature=0)
     assert first.output_text == "The capital of France is Paris."
     assert (first.status, first.object, first.error) == ("completed", "response", None)
     said = [
-        {"role": "user", "content": "What is the capital of France?"},
+        {"role": "user", "content": "Name the capital of France."},
         {"role": "assistant", "content": first.output_text},
         {"role": "user", "content": "And of Italy?"},
     ]
@@ -168,7 +168,7 @@ def test_what_is_shared_leaves_a_token_to_compute():
 def test_a_stop_string_cuts_a_response_and_the_conversation_goes_on(smollm2_server):
     client = of(smollm2_server)
     options = {"model": "smol", "temperature": 0, "max_output_tokens": 8}
-    asked = "What is the capital of France?"
+    asked = "Name the capital of France."
     cut = client.responses.create(**options, input=asked, extra_body={"stop": " of Fr"})
     assert (cut.output_text, cut.status) == ("The capital", "completed")
     said = [{"role": "user", "content": asked}, {"role": "assistant", "content": cut.output_text}]

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hash_engine import make_core
+from hash_engine import Clock, make_core
 from inside import Inside, core_for_text, inside, say, served, until, waiting
 
 from engine.server import control_api, engine_process
 from engine.server.messages import Abort, Beat, Start, decode_from_engine
+from engine.server.throughput import WINDOW_S
 from mem_cache.tree.misses import MISS_REASONS
 
 HEALTHS = ("/health", "/ready", "/health_generate")
@@ -98,6 +99,7 @@ STATS = {
     "num_running": 7, "num_waiting": 5, "num_compiling": 3, "num_prefilling": 2, "num_retracted_total": 17,
     "prompt_tokens_total": 1000, "cached_tokens_total": 230, "num_sessions": 6, "session_held_tokens": 170,
     "evicted_tokens_total": 64, "graph_steps_replayed": 31, "graph_steps_eager": 37,
+    "family_pages_free_window": 21, "family_pages_pending_window": 1, "family_pages_used_window": 23,
     **{f"prefix_miss_{reason}_total": 100 + place for place, reason in enumerate(MISS_REASONS)},
 }  # fmt: skip
 GAUGES = {
@@ -108,7 +110,8 @@ GAUGES = {
     "evicted_tokens_total": 64, 'kv_tokens_by_owner{owner="free"}': 41 * 16, 'kv_tokens_by_owner{owner="pending"}': 32,
     'kv_tokens_by_owner{owner="tree"}': 32 * 16, 'kv_tokens_by_owner{owner="session"}': 11 * 16,
     'kv_tokens_by_owner{owner="request"}': 14 * 16, 'decode_graph_steps{how="replayed"}': 31,
-    'decode_graph_steps{how="eager"}': 37,
+    'decode_graph_steps{how="eager"}': 37, 'kv_family_pages{family="window",owner="free"}': 21,
+    'kv_family_pages{family="window",owner="pending"}': 1, 'kv_family_pages{family="window",owner="used"}': 23,
     **{f'prefix_miss_reason_total{{reason="{one}"}}': 100 + place for place, one in enumerate(MISS_REASONS)},
 }  # fmt: skip
 
@@ -120,7 +123,13 @@ async def test_every_gauge_is_the_engines_number():
         found = await server.metrics()
         own = {name for name in found if name in GAUGES or not name.split("{")[0].endswith(("_bucket", "_created"))}
         assert {name: found[name] for name in GAUGES} == pytest.approx(GAUGES)
-        counted = {"prompt_tokens_total", "cached_tokens_total", "generation_tokens_total", "num_http_requests"}
+        counted = {
+            "prompt_tokens_total",
+            "cached_tokens_total",
+            "generation_tokens_total",
+            "num_http_requests",
+            "gen_throughput",
+        }
         counted |= {"prefix_lost_to_alignment_tokens_total"}
         left = {name for name in own - GAUGES.keys() - counted if not name.endswith(("_sum", "_count"))}
         assert left == set(), "a gauge that this test does not know"
@@ -129,6 +138,7 @@ async def test_every_gauge_is_the_engines_number():
 @served
 async def test_counters_are_the_sums_of_what_clients_were_told():
     async with inside(core=make_core(num_pages=64, num_rows=8, resume_unit="page")) as server:
+        clock = server.serving.metrics.generated._clock = Clock()
         await server.post("/open_session", {"session_id": "s"})
         bodies = [say([5] * 11), say([5] * 11), *(say([7] * 7, session_params={"id": "s"}) for _ in range(2))]
         metas = [(await server.post("/generate", body))["meta_info"] for body in bodies]
@@ -142,6 +152,9 @@ async def test_counters_are_the_sums_of_what_clients_were_told():
             ("generation_tokens_total", "completion_tokens"),
         ):
             assert found[name] == sum(meta[told] for meta in metas) > 0, name
+        assert found["gen_throughput"] == 0, "the second is not whole"
+        clock.now_s += 1
+        assert (await server.metrics())["gen_throughput"] * WINDOW_S == found["generation_tokens_total"]
         assert found['num_requests_total{finish_reason="length"}'] == 4
         assert [found[f"{name}_count"] for name in ("e2e_request_latency_seconds", "queue_time_seconds")] == [4, 4]
         assert (found["time_to_first_token_seconds_count"], found["inter_token_latency_seconds_count"]) == (4, 8)

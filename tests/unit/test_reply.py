@@ -105,6 +105,9 @@ CASES: list[Case] = [
     (QWEN3, f"{B}\n<function=find>\n<parameter=q>\nhal\n</par", "", [("find", '{"q": "hal')]),
     (QWEN3, f"{xml(q='x')[:-25]}<parameter=top>\n1", "", [("find", '{"q": "x", "top": 1')]),
     (QWEN3, f"{xml(q='x')[:-25]}\n</func", "", [("find", '{"q": "x"}')]),
+    (QWEN3, xml(q="x")[:-12], "", [("find", '{"q": "x"}')]),
+    (QWEN3, xml(q="x")[:-3], "", [("find", '{"q": "x"}')]),
+    (QWEN3, f"{xml(q='x')} a <", " a <", [("find", '{"q": "x"}')]),
     (QWEN3, f"{B}\n<function=find>\n<parameter=q>\nno end\n</function>\n{E}", "", [("find", '{"q": "no end"}')]),
 ]  # fmt: skip
 

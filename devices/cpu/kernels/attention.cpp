@@ -9,10 +9,13 @@
 #include <algorithm>
 #include <cmath>
 #include <omp.h>
+#include <type_traits>
 #include <vector>
 
 constexpr long BLOCK = 32;
-constexpr long TASK_ROWS = 48;  // queries of a task: their sums and scores stay in the second-level cache
+constexpr long TASK_ROWS = 192;  // most queries of a task: their sums and scores stay in the second-level cache
+constexpr long LEAST_ROWS = 48;  // a task is made this small when there would be few for a thread
+constexpr long TASKS_OF_A_THREAD = 8;
 
 struct Shape {
     long heads, kv_heads, dim, page_size, window;  // window 0: all
@@ -134,6 +137,8 @@ static void task(const Q *q, long q_stride, Q *out, const T *k_pages, const T *v
     }
 }
 
+#include "attention_pairs.h"
+
 template <class Q, class T>
 static void write(const Q *from, long stride, T *pages, const int64_t *slots, const Shape &s, long token) {
     long page = slots[token] / s.page_size, offset = slots[token] % s.page_size;
@@ -145,7 +150,7 @@ static void write(const Q *from, long stride, T *pages, const int64_t *slots, co
 }
 
 // See devices/cpu/attention.py, KernelAttention: strides are of tokens, in elements; starts is [batch + 1].
-template <class Q, class T>
+template <bool PAIRS, class Q, class T>
 static void attention(const Q *q, long q_stride, const Q *k, long k_stride, const Q *v, long v_stride, Q *out,
                       T *k_pages, T *v_pages, const int32_t *tables, long table_stride, const int32_t *starts,
                       const int32_t *seq_lens, const int64_t *slots, long batch, const Shape &s, int threads) {
@@ -153,6 +158,8 @@ static void attention(const Q *q, long q_stride, const Q *k, long k_stride, cons
         long request, first, last;
     };
     long group = s.heads / s.kv_heads, positions = std::max(1L, TASK_ROWS / group), tokens = starts[batch];
+    while (positions * group > LEAST_ROWS && tokens / positions * s.kv_heads < TASKS_OF_A_THREAD * threads) positions /= 2;
+    positions = std::max(1L, positions);
     std::vector<Task> tasks;
     for (long i = 0; i < batch; i++) {
         long past = seq_lens[i] - (starts[i + 1] - starts[i]);
@@ -161,7 +168,7 @@ static void attention(const Q *q, long q_stride, const Q *k, long k_stride, cons
     }
 #pragma omp parallel num_threads(threads)
     {
-        Scratch<T> scratch(positions * group, whole_pairs(s.dim));
+        std::conditional_t<PAIRS, PairScratch, Scratch<T>> scratch(positions * group, PAIRS ? s.dim : whole_pairs(s.dim));
 #pragma omp for schedule(static)
         for (long token = 0; token < tokens; token++) {
             write(k, k_stride, k_pages, slots, s, token);
@@ -171,22 +178,27 @@ static void attention(const Q *q, long q_stride, const Q *k, long k_stride, cons
         for (long i = 0; i < long(tasks.size()) * s.kv_heads; i++) {
             Task t = tasks[i / s.kv_heads];
             long head = i % s.kv_heads, token = starts[t.request + 1] - seq_lens[t.request] + t.first;
-            task(q + token * q_stride + head * group * s.dim, q_stride, out + (token * s.heads + head * group) * s.dim,
-                 k_pages, v_pages, tables + t.request * table_stride, s, head, t.first, t.last, scratch);
+            const Q *queries = q + token * q_stride + head * group * s.dim;
+            Q *results = out + (token * s.heads + head * group) * s.dim;
+            const int32_t *table = tables + t.request * table_stride;
+            if constexpr (PAIRS)
+                task_of_pairs(queries, q_stride, results, k_pages, v_pages, table, s, head, t.first, t.last, scratch);
+            else task(queries, q_stride, results, k_pages, v_pages, table, s, head, t.first, t.last, scratch);
         }
     }
 }
 
-#define FOR_TYPES(NAME, Q, T)                                                                                          \
+#define FOR_TYPES(NAME, PAIRS, Q, T)                                                                                          \
     void attention_##NAME(const Q *q, long qs, const Q *k, long ks, const Q *v, long vs, Q *out, T *kp, T *vp,         \
                           const int32_t *tables, long ts, const int32_t *starts, const int32_t *lens,                  \
                           const int64_t *slots, long batch, const Shape *shape, int threads) {                         \
-        attention(q, qs, k, ks, v, vs, out, kp, vp, tables, ts, starts, lens, slots, batch, *shape, threads);          \
+        attention<PAIRS>(q, qs, k, ks, v, vs, out, kp, vp, tables, ts, starts, lens, slots, batch, *shape, threads);          \
     }
 
 extern "C" {
-FOR_TYPES(bf16_bf16, bf16, bf16)
-FOR_TYPES(bf16_f32, bf16, float)
-FOR_TYPES(f32_bf16, float, bf16)
-FOR_TYPES(f32_f32, float, float)
+FOR_TYPES(pairs, true, bf16, bf16)
+FOR_TYPES(bf16_bf16, false, bf16, bf16)
+FOR_TYPES(bf16_f32, false, bf16, float)
+FOR_TYPES(f32_bf16, false, float, bf16)
+FOR_TYPES(f32_f32, false, float, float)
 }

@@ -28,12 +28,20 @@ class KernelAttention:
     last `window` tokens when one is given. What a token gets depends on its own row only, to the last bit."""
 
     def __init__(
-        self, library: ctypes.CDLL, num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None
+        self,
+        library: ctypes.CDLL,
+        has_fast_bf16: bool,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        window: int | None = None,
     ) -> None:
+        """`has_fast_bf16`: the processor multiplies pairs of bf16."""
         self.window = window
         self._library = library
         self._shape = _Shape(num_heads, num_kv_heads, head_dim, 1, window or 0, head_dim**-0.5)
         self._batch = 0
+        self._multiplies_pairs = has_fast_bf16 and head_dim % 2 == 0
 
     def plan(self, step: AttentionMetadata) -> None:
         """Keep the step's columns, in the types and the order that the kernel reads."""
@@ -60,7 +68,10 @@ class KernelAttention:
         """See `devices.base.AttentionBackend.forward`."""
         q, k, v = with_whole_tokens(q), with_whole_tokens(k), with_whole_tokens(v)
         out = torch.empty(q.shape, dtype=q.dtype)
-        getattr(self._library, f"attention_{TYPE_NAMES[q.dtype]}_{TYPE_NAMES[layer.k.dtype]}")(
+        types = f"{TYPE_NAMES[q.dtype]}_{TYPE_NAMES[layer.k.dtype]}"
+        if types == "bf16_bf16" and self._multiplies_pairs:
+            types = "pairs"
+        getattr(self._library, f"attention_{types}")(
             q.data_ptr(),
             q.stride(0),
             k.data_ptr(),

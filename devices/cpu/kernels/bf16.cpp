@@ -2,11 +2,8 @@
 // WIDTH rows, and a word holds two columns of one row: words [panels][ins / 2][WIDTH]. A thread reads one stream, and a
 // row of y depends on its row of x alone, to the last bit: each lane adds its columns in order.
 
-#include "numeric.h"
+#include "pairs.h"
 #include <omp.h>
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 
 constexpr int VECTORS = 2, WIDTH = VECTORS * LANES;
 #ifdef __AVX512F__
@@ -15,15 +12,6 @@ constexpr int TILE_ROWS = 8;
 constexpr int TILE_ROWS = 4;
 #endif
 constexpr long AHEAD = 4096;  // bytes that are fetched before they are needed
-
-static inline Vec dot(Vec sum, Bits w, Bits x) {
-#ifdef __AVX512BF16__
-    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
-#else
-    sum += (Vec)(w & 0xffff0000u) * (Vec)(x & 0xffff0000u);
-    return sum + (Vec)(w << 16) * (Vec)(x << 16);
-#endif
-}
 
 template <int ROWS, class Y>
 static void strip(const bf16 *x, long x_stride, const uint32_t *panel, const bf16 *bias, Y *y, long y_stride, long row,
@@ -38,9 +26,8 @@ static void strip(const bf16 *x, long x_stride, const uint32_t *panel, const bf1
                 for (int v = 0; v < VECTORS; v++)
                     __builtin_prefetch((const char *)(panel + k * WIDTH + v * LANES) + AHEAD);
             for (int r = 0; r < ROWS; r++) {
-                uint32_t word;
-                std::memcpy(&word, in + r * x_stride + 2 * k, sizeof word);
-                for (int v = 0; v < VECTORS; v++) sum[r][v] = dot(sum[r][v], w[v], Bits{} + word);
+                Bits word = Bits{} + word_at(in + r * x_stride + 2 * k);
+                for (int v = 0; v < VECTORS; v++) sum[r][v] = dot(sum[r][v], w[v], word);
             }
         }
         for (int r = 0; r < ROWS; r++)

@@ -40,8 +40,13 @@ template <class T> static void silu_mul(const T *gate_up, T *out, long rows, lon
     for (long row = 0; row < rows; row++) {
         const T *gate = gate_up + row * 2 * size, *up = gate + size;
         T *to = out + row * size;
-#pragma omp simd
-        for (long i = 0; i < size; i++) {
+        auto gated = [](Vec x, Vec y) { return x / (1 + exp_of(-x)) * y; };
+        long i = 0;
+        for (; i + PAIR <= size; i += PAIR) {
+            Pair x = load(gate + i), y = load(up + i);
+            store(to + i, {gated(x.low, y.low), gated(x.high, y.high)});
+        }
+        for (; i < size; i++) {
             float x = widen(gate[i]);
             put(to[i], x / (1 + exp_of(-x)) * widen(up[i]));
         }

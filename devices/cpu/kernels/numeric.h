@@ -62,6 +62,14 @@ static inline void store(float *p, Pair x) {
     *(Vec *)(p + LANES) = x.high;
 }
 
+// The bits of bf16 of each lane, in the low half: rounded as `put` does.
+static inline Bits rounded(Vec x) {
+    Bits bits = (Bits)x;
+    return (x == x ? bits + 0x7fff + (bits >> 16 & 1) : bits | 0x400000) >> 16;
+}
+
+static inline void store(bf16 *p, Pair x) { *(Bits *)p = rounded(x.low) | rounded(x.high) << 16; }
+
 constexpr long ALIGN = 16;  // floats in a cache line; a load that crosses lines costs two
 
 static inline float *aligned(float *p) { return (float *)((uintptr_t(p) + 63) & ~uintptr_t(63)); }
@@ -121,6 +129,22 @@ static inline void put(bf16 *to, Vec x) {
     Words bits = (Words)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
     Halves halves = __builtin_convertvector((x == x ? rounded : bits | 0x400000) >> 16, Halves);
     std::memcpy(to, &halves, sizeof halves);
+}
+
+// The same of each lane.
+static inline Vec exp_of(Vec x) {
+    typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+    x = x < -87.f ? Vec{} - 87.f : x;
+    x = x > 88.f ? Vec{} + 88.f : x;
+    Vec shifted = x * 1.44269504f + 12582912.f, n = shifted - 12582912.f;
+    Vec r = x - n * 0.693145752f - n * 1.42860677e-6f;
+    Vec p = r * (1.f / 720) + 1.f / 120;
+    p = p * r + 1.f / 24;
+    p = p * r + 1.f / 6;
+    p = p * r + .5f;
+    p = p * r + 1.f;
+    p = p * r + 1.f;
+    return p * (Vec)(((Words)shifted + 127) << 23);
 }
 
 typedef float Quad __attribute__((vector_size(16)));

@@ -39,6 +39,7 @@ class ToolCallParser:
         self._mode: Literal["text", "call", "closing"] = "text"
         self._may_be_bare = style.is_bare
         self._is_bare = False
+        self._is_behind_call = False
         self._pending = ""
         self._scan = self._new_scan()
 
@@ -60,12 +61,16 @@ class ToolCallParser:
                 self._found(parsed, call)
             else:
                 parsed.content = self._no_call(held)
-        elif self._mode == "text" and (held.strip() or not self.num_calls):
+        elif self._mode == "text" and not (self._is_behind_call and self._begins_markup(held.strip())):
             parsed.content = held
         return parsed
 
+    def _begins_markup(self, text: str) -> bool:
+        return any(marker.startswith(text) for marker in self._style.markers)
+
     def _found(self, parsed: Parsed, call: ToolCall) -> None:
         self.num_calls += 1
+        self._is_behind_call = True
         parsed.calls.append(call)
 
     def _no_call(self, body: str) -> str:
@@ -97,6 +102,7 @@ class ToolCallParser:
             place, marker = min(places)
             shown = text[:place].rstrip()
             parsed.content += shown
+            self._is_behind_call = self._is_behind_call and not shown
             rest = text[place + len(marker) :]
             self._may_be_bare = self._may_be_bare and not shown
             if marker == style.begin:
@@ -105,6 +111,7 @@ class ToolCallParser:
             return True
         shown = text[: len(text) - num_held(text, style.markers)].rstrip()
         parsed.content += shown
+        self._is_behind_call = self._is_behind_call and not shown
         self._may_be_bare = self._may_be_bare and not shown
         self._pending = text[len(shown) :]
         return False
