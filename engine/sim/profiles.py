@@ -109,9 +109,9 @@ def _windows(rng: Random) -> WorldConfig:
 
 
 def _window_of(rng: Random, page_size: int) -> int:
-    """One to three pages, and in half of the worlds not whole ones."""
+    """One to three pages, and in half of the worlds not whole ones; a window of one token would be no attention."""
     whole = page_size * rng.randrange(1, 4)
-    return whole if rng.random() < 0.5 else whole - rng.randrange(page_size)
+    return max(2, whole if rng.random() < 0.5 else whole - rng.randrange(page_size))
 
 
 def _canary(rng: Random) -> WorldConfig:

@@ -79,6 +79,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+HALF_PRECISION = 16
+"""So much further apart may two logits be where a device computes in 16 bits."""
+
 
 def for_device(device_name: str, architecture: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """A config for a device: on others than the CPU heads are a multiple of 16 wide."""
@@ -170,6 +173,8 @@ def test_smollm2_greedy_tokens_equal_transformers(smollm2):
     prompts = [f"{start} {subject}" for start in ("Let me tell you about", "Three facts on") for subject in subjects]
     ids = [llm.tokenizer.encode(prompt) for prompt in prompts]
     params = SamplingParams(temperature=0.0, max_new_tokens=64, ignore_eos=True)
+    is_exact = llm.core.runner.model.dtype == torch.float32
+    near_tie = NEAR_TIE if is_exact else HALF_PRECISION * NEAR_TIE
     compared = 0
     for prompt, tokens in zip(ids, outputs(run(llm, ids, params)), strict=True):
         with torch.inference_mode():
@@ -177,7 +182,7 @@ def test_smollm2_greedy_tokens_equal_transformers(smollm2):
         best = logits.topk(2, dim=-1)
         for token, pair, values in zip(tokens, best.indices.tolist(), best.values.tolist(), strict=True):
             if token != pair[0]:
-                assert values[0] - values[1] < NEAR_TIE
+                assert values[0] - values[1] < near_tie
                 break
             compared += 1
     assert compared > 0.9 * 20 * 64
