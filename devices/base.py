@@ -159,6 +159,10 @@ class GraphsUnsupported(RuntimeError):
         super().__init__(f"device {device!r} captures no graphs (Capabilities.graph_capture is False)")
 
 
+class NoRoomForGraph(RuntimeError):
+    """The device has no memory, streams or events left for one more captured step; those it has stay usable."""
+
+
 class Operators(Protocol):
     """What a decoder layer computes beside attention. Weights, activations and results are of one dtype, except where
     another is said; inputs may be views whose rows are not contiguous and are never written."""
@@ -297,7 +301,7 @@ class Device(Protocol):
                 than once, so the step must be one whose repetition does no harm.
             backends: those that `run` uses; each has planned that step, with the widest page tables there will be.
         Raises:
-            GraphsUnsupported.
+            GraphsUnsupported; NoRoomForGraph.
         """
         ...
 

@@ -32,7 +32,7 @@ from mem_cache.allocation import KvAllocator
 from mem_cache.kv_info import RowGeometry
 from mem_cache.pools import AttentionKv, attention_kv
 from mem_cache.rows import RowPool
-from mem_cache.sizing import DoesNotFit, PoolSize, WindowLayers, attention_token_bytes, size_pools
+from mem_cache.sizing import DoesNotFit, PoolSize, WindowLayers, attention_token_bytes, kv_budget, size_pools
 from mem_cache.tree.components import components_of
 from mem_cache.tree.events import KvEventLog
 from mem_cache.tree.prefix_tree import PrefixTree
@@ -73,14 +73,14 @@ def assemble(config: EngineConfig, progress: Callable[[int, int], None] | None =
     context_len = _context_len(config, model_config)
     _check_attention(model_config, device)
 
-    total_bytes = device.memory().total_bytes
+    memory = device.memory()
     quantization = choose_quantization(config.model, model_config.saved_dtype, device)
     model, report = load_model(source, dtype, device, context_len, progress, quantization)
     logger.info("weights: %.0f MB, quantization %s", report.num_bytes / 1e6, quantization)
     chunk = chunk_tokens(config.chunk_tokens, capabilities, page_size)
     layer_bytes = attention_token_bytes(1, model_config.num_kv_heads, model_config.head_dim, kv_dtype.itemsize)
     windowed = None if config.memory.disable_hybrid_swa_memory else windowed_layers(model_config, layer_bytes, chunk)
-    budget_bytes = int(total_bytes * config.mem_fraction) - report.num_bytes
+    budget_bytes = kv_budget(memory.total_bytes, memory.available_bytes, config.mem_fraction, report.num_bytes)
     pool = _pool_size(config, model_config, windowed, budget_bytes, layer_bytes, page_size, context_len)
 
     events = KvEventLog() if config.cache.enable_kv_cache_events else None

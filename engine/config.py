@@ -88,7 +88,7 @@ class MemoryArgs:
     kv_cache_dtype: str = arg("auto", "Type of stored keys and values.", choices=("auto", "float32", "bfloat16"))
     mem_fraction_static: float | None = arg(
         None,
-        "Share of the device's memory for weights and KV together; 0.3 when not given.",
+        "Share of the device's memory for weights and KV together, as far as it is free; 0.3 when not given.",
         aliases=("gpu_memory_utilization",),
     )
     max_total_tokens: int | None = arg(None, "Most tokens of KV; what the memory share buys when not given.")

@@ -2,7 +2,8 @@
 
 A step in which every request has one new token is padded to the next size, its columns are staged for the tensors of
 that size's graph, and the graph is launched as one piece. Rows of padding read one token of page 0, the page that is
-nobody's, and write there. Every other step runs eagerly; each cause is counted (`EngineCore.stats`).
+nobody's, and write there. Every other step runs eagerly; each cause is counted (`EngineCore.stats`). A device that runs
+out of something while it captures keeps the graphs that it has.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from devices.base import Capabilities, Device, KvLayer
+from devices.base import Capabilities, Device, KvLayer, NoRoomForGraph
 from devices.page_pool import PADDING_PAGE
 from engine.attention import AttentionGroups, FamilyColumns, StepColumns, resolved
 from engine.models.decoder import Decoder
@@ -67,16 +68,28 @@ class DecodeGraphs:
         geometry: RowGeometry,
         sizes: Sequence[int],
     ) -> None:
-        """Captures at once, the largest first, so that the others find the memory that it took.
+        """Captures at once, the largest first, so that the others find the memory that it took. When the device has no
+        room for one, that size and the smaller ones are left out, and the log says so.
 
         Args:
             sizes: batch sizes, ascending; `graph_sizes`.
         """
         self.counts: Counter[str] = Counter()
         self._page_size = geometry.page_size
-        captured = [_Graph(model, device, layers, geometry, size) for size in reversed(sizes)]
-        self._graphs = captured[::-1]
-        self._sizes = list(sizes)
+        self._graphs: list[_Graph] = []
+        for size in reversed(sizes):
+            try:
+                self._graphs.insert(0, _Graph(model, device, layers, geometry, size))
+            except NoRoomForGraph as error:
+                logger.warning(
+                    "graphs: %d of %d batch sizes are captured; at %d the device had no room: %s",
+                    len(self._graphs),
+                    len(sizes),
+                    size,
+                    next(iter(str(error).splitlines()), "it did not say why"),
+                )
+                break
+        self._sizes = list(sizes[len(sizes) - len(self._graphs) :])
 
     def prepare(self, step: StepColumns, sampled: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """What computes the step's hidden states, [batch, hidden_size], once the step was sent; None when it has to run

@@ -10,6 +10,10 @@ DEFAULT_MAX_RUNNING = 256
 """Rows when nobody says; more would cost host time for work that no CPU or single device finishes."""
 
 
+SPARE_FRACTION = 0.05
+"""Of a device's memory, what stays free whoever else uses the device: the results of a step need some of it."""
+
+
 class DoesNotFit(ValueError):
     """The budget does not hold one useful request; the text says what to change."""
 
@@ -73,6 +77,18 @@ class WindowLayers:
         if self.chunk_tokens is None:
             return whole
         return min(whole, 2 * page_count(self.window, page_size) + 2 * page_count(self.chunk_tokens, page_size) + 4)
+
+
+def kv_budget(total_bytes: int, available_bytes: int, fraction: float, weights_bytes: int) -> int:
+    """Memory for KV, which may be negative: what the engine may take of the device, and of that what the weights left.
+
+    Args:
+        total_bytes, available_bytes: of the device, before the weights were loaded.
+        fraction: of the whole device; a part of it that somebody else holds already is not there to be taken.
+        weights_bytes: of the model.
+    """
+    unclaimed = available_bytes - int(total_bytes * SPARE_FRACTION)
+    return min(int(total_bytes * fraction), unclaimed) - weights_bytes
 
 
 def size_pools(

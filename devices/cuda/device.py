@@ -22,6 +22,7 @@ from devices.base import (
     KernelChoice,
     KvLayer,
     MemoryInfo,
+    NoRoomForGraph,
     Operators,
 )
 from devices.cuda.arguments import PAGE_SIZES
@@ -148,7 +149,10 @@ class CudaDevice:
         for backend in backends:
             if isinstance(backend, TritonAttention):
                 backend.freeze()
-        return CudaGraph(self._runtime.record(run))
+        try:
+            return CudaGraph(self._runtime.record(run))
+        except torch.OutOfMemoryError as error:
+            raise NoRoomForGraph(str(error)) from error
 
     def download(self, results: torch.Tensor) -> Callable[[], torch.Tensor]:
         host = self._runtime.host_buffer(-(-results.nbytes // 4)).view(results.dtype)[: results.numel()]

@@ -2,20 +2,25 @@
 
 An NPU's attention takes lengths from the host, and a capture keeps those of its time. torch_npu can give the captured
 calls new ones (`update`), on a stream of its own; in the graph each of them waits for an event that the update records.
-Error 207008 at capture means that the device ran out of streams and events.
+A capture for which the device lacks streams, events or memory is refused as `NoRoomForGraph`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from devices.base import AttentionMetadata
+import torch
+
+from devices.base import AttentionMetadata, NoRoomForGraph
 from devices.npu.arguments.graph import graph_update
 from devices.npu.attention import NpuAttention
 
 WARM_UPS = 2
 """Runs before the capture: operators set up, caches and workspaces get their memory."""
+
+NO_ROOM = ("207005", "207008", "out of memory")
+"""In the texts of errors: the two codes mean that streams or events ran out, whatever else is said."""
 
 
 class NpuGraph:
@@ -55,10 +60,22 @@ def capture(runtime: Any, run: Callable[[], None], backends: Sequence[NpuAttenti
     try:
         with runtime.graph(graph, pool=pool, auto_dispatch_capture=True):
             run()
+    except RuntimeError as error:
+        for cause in _causes(error):
+            if isinstance(cause, torch.OutOfMemoryError) or any(sign in str(cause) for sign in NO_ROOM):
+                raise NoRoomForGraph(str(cause)) from error
+        raise
     finally:
         for backend in backends:
             backend.record(None)
     return NpuGraph(runtime, graph, calls.all)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those that it replaced: ending a failed capture fails as well."""
+    while error is not None:
+        yield error
+        error = error.__context__
 
 
 class _Calls:

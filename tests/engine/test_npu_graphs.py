@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from harness import add, assert_idle, finish_all, make_llm, opened, outputs, prompts_with_shared_heads, run
 from tiny_models import save_tiny_model
 
 from devices.npu.arguments.contract import ContractViolation
 from devices.npu.attention import NpuAttention
+from devices.page_pool import PADDING_PAGE
 from engine import LLM, SamplingParams
 from engine.attention import FamilyColumns, StepColumns
 from engine.graphs import graph_sizes
@@ -119,6 +121,18 @@ def pages_of(llm: LLM, request: Any) -> list[int]:
     return [int(page) for page in table if page]
 
 
+def test_a_poisoned_padding_page_reaches_no_row_of_a_padded_step(model_path: Path, on_device: str) -> None:
+    """B024: three rows in a bucket of four; the fourth reads the page that the capture left NaN in."""
+    needs_graphs(on_device)
+    prompts = [prompt[:60] for prompt in PROMPTS[:3]]
+    llm, plain = make_llm(model_path), make_llm(model_path, graphs="off")
+    for layer in llm.core.runner.kv.layers:
+        layer.k[PADDING_PAGE], layer.v[PADDING_PAGE] = torch.nan, torch.nan
+    assert outputs(run(llm, prompts)) == outputs(run(plain, prompts))
+    assert counts(llm)["replayed"] > 10
+    assert llm.core.runner.kv.layers[0].k[PADDING_PAGE].cpu().isnan().any(), "the NaN is real"
+
+
 DRAWN: dict[str, Any] = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 5}
 
 
@@ -189,6 +203,62 @@ def test_fewer_sizes_are_captured_when_streams_are_short(caplog: pytest.LogCaptu
     assert "10 of 32 batch sizes are captured (8, 32," in caplog.text
     assert graph_sizes(replace(wide, graph_streams=0), 256, 179) == wide.graph_buckets
     assert graph_sizes(replace(wide, graph_capture=False), 256, 2) == ()
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [RuntimeError("stream wait event failed, error code 207008\nmore"), torch.OutOfMemoryError("207008: NPU is full")],
+    ids=["streams", "memory"],
+)
+@pytest.mark.parametrize("succeed", [0, 2])
+def test_what_was_captured_before_the_device_had_no_room_is_kept(
+    model_path: Path, eager: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    on_device: str, succeed: int, failure: RuntimeError,
+) -> None:  # fmt: skip
+    """B067: of 8, 4, 2 and 1 rows the first `succeed` are captured, the others' steps are padded or eager."""
+    fail_captures(monkeypatch, on_device, succeed, failure)
+    with caplog.at_level("WARNING", "rung"):
+        llm = make_llm(model_path)
+    assert [r.message for r in caplog.records if "no room" in r.message] == [
+        f"graphs: {succeed} of 4 batch sizes are captured; at {(8, 4, 2)[succeed]} the device had no room: "
+        + str(failure).splitlines()[0]
+    ]
+    assert outputs(run(llm, PROMPTS)) == eager
+    assert (counts(llm).get("replayed", 0) > 0) is (succeed > 0)
+    assert_idle(llm)
+
+
+def test_a_capture_that_fails_for_another_reason_is_an_error(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, on_device: str
+) -> None:
+    fail_captures(monkeypatch, on_device, 1, RuntimeError("107030: a copy that waits"))
+    with pytest.raises(RuntimeError, match="capture_end failed") as raised:
+        make_llm(model_path)
+    assert "107030" in str(raised.value.__context__)
+
+
+def fail_captures(monkeypatch: pytest.MonkeyPatch, on_device: str, succeed: int, failure: RuntimeError) -> None:
+    """Captures after the first `succeed` raise, and so does their end, as on hardware."""
+    if on_device != "npu-sim":
+        pytest.skip("only the emulator's captures can be made to fail")
+    from devices.npu.emulator.graph import NPUGraph
+
+    plain_record, plain_end, begun = NPUGraph.record, NPUGraph.capture_end, []
+
+    def record(graph: NPUGraph, launch: Any) -> None:
+        if graph not in begun:
+            begun.append(graph)
+        if begun.index(graph) >= succeed:
+            raise failure
+        plain_record(graph, launch)
+
+    def capture_end(graph: NPUGraph) -> None:
+        plain_end(graph)
+        if graph in begun[succeed:]:
+            raise RuntimeError("capture_end failed: the stream is not capturing")
+
+    monkeypatch.setattr(NPUGraph, "record", record)
+    monkeypatch.setattr(NPUGraph, "capture_end", capture_end)
 
 
 @pytest.mark.parametrize("choice", ["auto", "off"])

@@ -82,11 +82,13 @@ def test_a_head_size_that_attention_does_not_take_is_refused_at_the_start(tmp_pa
         make_llm(tmp_path)
 
 
-def test_page_sizes_that_are_not_declared_are_refused(model_path: Path, on_device: str) -> None:
+@pytest.mark.parametrize("page_size", [1, 16, 64, 192])
+def test_page_sizes_that_are_not_declared_are_refused(model_path: Path, on_device: str, page_size: int) -> None:
+    """B060: one token alone may read pages of 16 and of 64, several may not, so neither size is served."""
     from engine import LLM
 
     with pytest.raises(ConfigError, match="use --page-size 128"):
-        LLM(str(model_path), device=on_device, page_size=16)
+        LLM(str(model_path), device=on_device, page_size=page_size)
 
 
 @pytest.mark.smollm2

@@ -12,6 +12,7 @@ from mem_cache.sizing import (
     DoesNotFit,
     WindowLayers,
     attention_token_bytes,
+    kv_budget,
     row_width,
     size_pools,
 )
@@ -76,6 +77,32 @@ def test_a_budget_that_buys_nothing_says_what_to_change() -> None:
         size_pools(budget_bytes=1000, token_bytes=100, page_size=128, context_len=10)
     for words in ("1000 bytes", "page of 128", "--mem-fraction-static", "--max-total-tokens", "--page-size"):
         assert words in str(refused.value)
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("taken_by_others", "fraction", "weights", "budget"),
+    [
+        (0, 0.3, 2, 17.2),
+        (20, 0.3, 2, 17.2),  # two engines of 0.3 each: what the first holds is not the second's to count
+        (44, 0.3, 2, 14.8),
+        (0, 0.95, 2, 58.8),
+        (0, 0.99, 2, 58.8),  # some is always left
+        (20, 0.9, 10, 30.8),
+        (63, 0.3, 2, -4.2),
+    ],
+)
+def test_memory_that_another_process_holds_is_not_counted(
+    taken_by_others: int, fraction: float, weights: int, budget: float
+) -> None:
+    """B072, on a device of 64 GB."""
+    found = kv_budget(64 * GB, (64 - taken_by_others) * GB, fraction, weights * GB)
+    assert found / GB == pytest.approx(budget)
+    if budget < 0:
+        with pytest.raises(DoesNotFit, match=r"^-42\d* bytes .* buy 0 tokens"):
+            size_pools(budget_bytes=found, token_bytes=1, page_size=16, context_len=10)
 
 
 def test_the_reserve_of_a_step_widens_the_row() -> None:

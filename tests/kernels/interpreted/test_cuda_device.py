@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from device.test_attention import Requests
 from interpreted_gpu import InterpretedRuntime
 
-from devices.base import AttentionMetadata
+from devices.base import AttentionMetadata, NoRoomForGraph
 from devices.cuda.arguments import BadKernelArgument
 from devices.cuda.attention import TritonAttention, Work
 from devices.cuda.device import CudaDevice, TooManySlots
@@ -103,6 +104,17 @@ def test_a_padded_graph_step_equals_the_eager_one_with_a_poisoned_padding_page(d
         assert torch.equal(layer.k[1:], kept), "a row of padding wrote into a page of somebody's"
     with pytest.raises(ValueError, match="captured"):
         frozen.plan(decode_step(rows, [20, 40, 7], page_size))
+
+
+def test_a_capture_that_finds_no_memory_is_told_from_one_that_is_wrong(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B067: the engine goes on without that graph only where there was no room for it."""
+    for raised, seen in ((torch.OutOfMemoryError("full"), NoRoomForGraph), (RuntimeError("wrong"), RuntimeError)):
+        monkeypatch.setattr(device._runtime, "record", Mock(side_effect=raised))
+        with pytest.raises(RuntimeError, match=str(raised)) as caught:
+            device.capture(lambda: None, [], 4)
+        assert caught.type is seen
 
 
 def test_work_is_split_by_the_number_of_new_tokens() -> None:
