@@ -73,9 +73,10 @@ def resolved(token_ids: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
     """`token_ids` with each reference replaced by the token of the step before, on the device; int64 [tokens].
 
     Args:
-        sampled: what that step sampled, int64 [at least 1].
+        sampled: what that step sampled, int64 [at least 1]; -1 where nothing could be, which becomes token 0.
     """
-    return torch.where(token_ids < 0, sampled[(-1 - token_ids).clamp(0, len(sampled) - 1)], token_ids)
+    tokens = sampled[(-1 - token_ids).clamp(0, len(sampled) - 1)].clamp(min=0)
+    return torch.where(token_ids < 0, tokens, token_ids)
 
 
 class AttentionGroups:

@@ -120,15 +120,14 @@ class ModelRunner:
         sampled = choose(logits)
         if sampled.on_host:
             self._on_host.update(sampled.on_host)
-        self._sampled = torch.where(sampled.is_finite, sampled.token_ids, 0)
         # A chunk without logits is judged by its last hidden state: attention carries a NaN of its KV there. Times 0
         # only what is not finite becomes NaN, in fewer passes than `isfinite` takes.
         is_finite = (ends * 0).sum(dim=-1) == 0
-        if where is None:
-            results = torch.where(is_finite & sampled.is_finite, sampled.token_ids, -1)
-        else:
+        is_number = sampled.is_finite & (is_finite if where is None else is_finite[where])
+        results = self._sampled = torch.where(is_number, sampled.token_ids, -1)
+        if where is not None:
             results = is_finite.to(torch.int64) - 1
-            results[where] = torch.where(is_finite[where] & sampled.is_finite, sampled.token_ids, -1)
+            results[where] = self._sampled
         scores = None
         if wanted is not None:
             scores = partial(self._scores, wanted, hidden, logits, sampled.token_ids)

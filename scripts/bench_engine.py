@@ -6,7 +6,9 @@ decode      host, preparation and device time of a decode step at batch 1, 8 and
             below 1.8 on two threads another program took the cores, and the row should not be quoted
 prefix hit  time to first token of a 2,048-token prompt, cold and with its first 2,000 tokens cached
 host        with --host: milliseconds of the engine thread's CPU time in a decode step at batch 32 and 256 outside the
-            model and its logits, and what they are spent on. CPU time, so that a busy machine changes little
+            model and its logits, and what they are spent on. CPU time, so that a busy machine changes little.
+            "choice" reads every logit where the model left it (the arg max of greedy rows): work of the device, which
+            other devices do in a kernel; "books" is all the rest of "host"
 soak        a mixed load (shared prefixes, aborts, a pool too small for all) for some minutes: memory before and after
 """
 
@@ -23,8 +25,10 @@ from typing import Any
 
 import numpy as np
 
+import engine.runner
 from engine import LLM, SamplingParams
 from engine.runner import ModelRunner
+from engine.sampling.choice import chooser
 
 Result = dict[str, Any]
 PARTS = ("host", "prepare", "device")
@@ -70,6 +74,7 @@ class ThreadTimes:
         )
         for name, owner, method in calls:
             setattr(owner, method, self._timed(name, getattr(owner, method)))
+        setattr(engine.runner, "chooser", lambda *args: self._timed("choice", chooser(*args)))  # noqa: B010
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
@@ -84,10 +89,10 @@ class ThreadTimes:
     def take(self, total: float) -> Result:
         """Milliseconds since the last call, of which `total` seconds were a whole step's; parts that do not overlap."""
         spent, self.spent = self.spent, defaultdict(float)
-        model = spent["model"] + spent["logits"]
-        sampling = spent["runner"] - spent["inputs"] - model
-        named = {"plan": spent["plan"], "inputs": spent["inputs"], "sampling": sampling, "results": spent["results"]}
-        parts = {"host": total - model, **named, "rest": total - model - sum(named.values())}
+        host = total - spent["model"] - spent["logits"]
+        launch = spent["runner"] - spent["inputs"] - spent["model"] - spent["logits"] - spent["choice"]
+        named = {name: spent[name] for name in ("choice", "plan", "inputs", "results")} | {"launch": launch}
+        parts = {"host": host, "books": host - spent["choice"], **named, "rest": host - sum(named.values())}
         return {f"{name}_ms": seconds * 1e3 for name, seconds in parts.items()}
 
 

@@ -47,7 +47,8 @@ GRAPHS = [
     (
         "Tokens a second",
         [
-            (rate("generation_tokens_total"), "generated"),
+            (f"sum({metric('gen_throughput')})", "generated"),
+            (rate("generation_tokens_total"), "of finished answers"),
             (rate("prompt_tokens_total"), "prompt"),
             (rate("cached_tokens_total"), "of them cached"),
         ],

@@ -79,7 +79,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-HALF_PRECISION = 16
+HALF_PRECISION = 64
 """So much further apart may two logits be where a device computes in 16 bits."""
 
 

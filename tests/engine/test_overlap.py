@@ -181,6 +181,7 @@ def test_an_abort_in_flight_ends_with_the_next_result(tiny_path, expected):
 
 
 def test_references_are_resolved_on_the_device():
-    sampled = torch.tensor([70, 80, 90])
-    token_ids = torch.tensor([5, refer(2), refer(0), 0, refer(1)])
-    assert resolved(token_ids, sampled).tolist() == [5, 90, 70, 0, 80]
+    nothing = -1
+    sampled = torch.tensor([70, 80, 90, nothing])
+    token_ids = torch.tensor([5, refer(2), refer(0), 0, refer(3), refer(1)])
+    assert resolved(token_ids, sampled).tolist() == [5, 90, 70, 0, 0, 80]

@@ -343,10 +343,35 @@ async def test_b099_one_answer_of_a_batch_may_be_an_error():
         ends = [one["meta_info"]["finish_reason"] for one in await batch]
         assert sorted(end["type"] for end in ends) == ["error", "length", "length"]
         runner.fail_next = 1
+        [alone] = await server.post("/generate", {"input_ids": [[5]], "sampling_params": SHORT})
+        assert alone["meta_info"]["finish_reason"]["type"] == "error", "a batch of one is a batch"
+        runner.fail_next = 1
         assert (await server.post("/generate", say([5]), 500))["error"]["code"] == "generation_failed"
         runner.fail_next = 1
         events = await chunks(server, "/generate", say([8]))
         assert events[-1]["error"]["code"] == "generation_failed"
+
+
+@served
+async def test_b099_a_response_of_no_numbers_has_failed_and_is_not_kept():
+    async with inside(core=core_for_text()) as server:
+        runner = server.client.core.runner
+        assert isinstance(runner, HashExecutor)
+        runner.fail_next = 1
+        body = {"input": "x", "max_output_tokens": 5, "temperature": 0}
+        whole = await server.post("/v1/responses", body)
+        runner.fail_next = 1
+        stream = await server.ask("POST", "/v1/responses", {**body, "stream": True})
+        last = [strict(line.removeprefix("data: ")) for line in stream.text.splitlines() if line.startswith("data: ")][
+            -1
+        ]
+        assert last["type"] == "response.failed"
+        for response in (whole, last["response"]):
+            assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+            assert response["usage"]["input_tokens"] > 0
+            assert (await server.ask("GET", f"/v1/responses/{response['id']}")).status_code == 404
+        assert (await server.post("/v1/responses", body))["status"] == "completed"
+        assert server.client.core.audit() == []
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])

@@ -203,7 +203,8 @@ def test_calls_in_xml(own_server):
         assert whole["content"] == "I look."
         [(name, found)] = whole["calls"].values()
         assert name == "weather"
-        assert arguments.startswith(found.removesuffix("}")), "cut anywhere, also between two values"
+        cut = found.removesuffix("}").removesuffix("\ufffd")
+        assert arguments.startswith(cut), "cut anywhere, also between two values and inside a character"
         assert (found == arguments) is (max_tokens == 250)
     made = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     body = {"messages": [*SAID, {"role": "assistant", "tool_calls": [made]}], "max_tokens": 1}

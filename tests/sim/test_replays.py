@@ -179,3 +179,14 @@ def test_a_prompt_whose_windows_went_while_it_ran_is_owed_at_its_end_only() -> N
         Timed(20, True, Arrive(key=34, prompt=Prompt(head=3, shared=3, tail=33), max_new=1)),
     ]
     play(config, script, 70)
+
+
+def test_a_row_that_is_cut_at_a_page_border_may_lack_its_window_there() -> None:
+    """Seed 10000119 of chat: the model forgot that the page border is behind the pages that the window left."""
+    config = WorldConfig(page_size=16, num_pages=12, context_len=96, resume_unit="page", chunk_tokens=78, window=2)
+    script = [
+        Timed(0, False, TakeTurn(key=29, session=1, tail=0, own=18, max_new=1)),
+        Timed(1, False, TakeTurn(key=30, session=1, tail=1, own=28, max_new=4)),
+        Timed(58, False, TakeTurn(key=38, session=1, tail=1, own=1, max_new=1, keep=38)),
+    ]
+    play(config, script, 59)
