@@ -35,7 +35,9 @@ def packed(rows: Bytes, quant_type: GGMLQuantizationType, in_size: int) -> Quant
     if quant_type == GGMLQuantizationType.Q4_K:
         return _q4_k(rows, shape)
     if quant_type not in _BLOCK_BYTES:
-        return quantize(torch.from_numpy(dequantize(rows, quant_type)).reshape(shape), 8)
+        with np.errstate(invalid="ignore"):  # a scale that is no number shows in the weight, which is refused then
+            floats = dequantize(rows, quant_type)
+        return quantize(torch.from_numpy(floats).reshape(shape), 8)
     blocks = rows.reshape(shape[0], in_size // BLOCK, _BLOCK_BYTES[quant_type])
     bits: Bits = 8 if quant_type == GGMLQuantizationType.Q8_0 else 4
     has_minima = quant_type == GGMLQuantizationType.Q4_1

@@ -123,10 +123,10 @@ FAULTS = (
     Fault(
         "retain counts the first page only",
         f"{POOL}.retain",
-        "np.add.at(self._refs, pages, 1)",
-        "np.add.at(self._refs, pages[:1], 1)",
+        "np.add.at(self._refs, places, 1)",
+        "np.add.at(self._refs, places[:1], 1)",
         "audit",
         "trouble",
     ),
-    Fault("release frees shared pages", f"{POOL}.release", "pages[after == 0]", "pages", "audit"),
+    Fault("release frees shared pages", f"{POOL}.release", "pages[owners == 0]", "pages", "audit"),
 )

@@ -73,8 +73,8 @@ FAULTS = (
     Fault(
         "a step reserves a page too many",
         f"{SCHEDULER}._continue_running",
-        "plan(extend(r.kv, end)",
-        "plan(extend(r.kv, min(end + self._page_size, r.kv.geometry.row_width))",
+        "plan(extend(record, end)",
+        "plan(extend(record, min(end + self._page_size, record.geometry.row_width))",
         "width",
     ),
     Fault(
@@ -151,7 +151,7 @@ FAULTS = (
     ),
     Fault(
         "a token is drawn for the wrong place",
-        "engine.scheduler.columns:_sampling_columns",
+        "engine.scheduler.columns:_positions",
         "request.num_known + request.num_ahead for",
         "request.num_known + request.num_ahead - 1 for",
         "tokens",
@@ -159,7 +159,7 @@ FAULTS = (
     # Steps that run ahead of results.
     Fault(
         "a token that nobody saw is drawn for the place before",
-        "engine.scheduler.columns:_sampling_columns",
+        "engine.scheduler.columns:_positions",
         "request.num_known + request.num_ahead for",
         "request.num_known for",
         "tokens",

@@ -25,7 +25,7 @@ FAULTS = (
     Fault(
         "a window lets nothing go",
         "engine.scheduler.scheduler:Scheduler._result_of",
-        "self.allocator.slide_window(request.kv)",
+        "self.allocator.slide_window(record)",
         "pass",
         "windows",
         "windows",
