@@ -426,6 +426,8 @@ def _held(world: World, ticket: Ticket) -> tuple[int, int] | None:
             owed = min(record.kv_committed_len, len(ticket.prompt) - 1)
             if world.config.resume_unit == "page" or owed < record.cache_protected_len:
                 owed = floor_page(owed, world.config.page_size)
+            if world.config.window is not None and owed < record.cache_protected_len:
+                owed = 0  # it comes from the tree, which keeps the windows that are locked, and only those
             is_cut = owed < record.kv_committed_len  # one that is not has its window, whatever it names
             return record.kv_committed_len, owed if not is_cut or world.has_window(record, owed) else 0
     return None

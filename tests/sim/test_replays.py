@@ -190,3 +190,40 @@ def test_a_row_that_is_cut_at_a_page_border_may_lack_its_window_there() -> None:
         Timed(58, False, TakeTurn(key=38, session=1, tail=1, own=1, max_new=1, keep=38)),
     ]
     play(config, script, 59)
+
+
+def test_a_row_that_is_the_trees_may_lack_its_window_where_the_tree_is_asked() -> None:
+    """Seed 20001168 of windows: the model took what the row names for what the tree still has."""
+    config = WorldConfig(
+        page_size=1,
+        num_pages=48,
+        num_rows=1,
+        context_len=50,
+        chunk_tokens=1,
+        window=2,
+        policy="lpm",
+        eviction="priority",
+        conservativeness=0.3,
+    )
+    script = [
+        Timed(0, False, TakeTurn(key=14, session=2, tail=1, own=2, max_new=8)),
+        Timed(1, False, TakeTurn(key=18, session=1, tail=0, own=2, max_new=5)),
+        Timed(2, True, Arrive(key=21, prompt=Prompt(shared=1, tail=21, own=0), max_new=6, stop_after=2)),
+        Timed(3, False, AbortRunning(place=1)),
+        Timed(4, False, TakeTurn(key=25, session=2, tail=1, own=1, max_new=3)),
+        Timed(5, False, Arrive(key=26, prompt=Prompt(head=1, shared=8, own=0), max_new=1, priority=1)),
+        Timed(14, True, AbortRunning(place=1)),
+        Timed(16, False, AbortRunning(place=1)),
+        Timed(17, True, TakeTurn(key=31, session=1, tail=1, own=1, max_new=4)),
+        Timed(18, False, Arrive(key=32, prompt=Prompt(own=2, after=28), max_new=4)),
+        Timed(18, True, TakeTurn(key=33, session=2, tail=1, own=2, max_new=2)),
+        Timed(18, True, AbortRunning(place=1)),
+        Timed(22, False, TakeTurn(key=36, session=2, tail=0, own=3, max_new=1)),
+        Timed(23, False, Arrive(key=38, prompt=Prompt(tail=1, own=6), max_new=1, priority=1)),
+        Timed(23, True, AbortRunning(place=1)),
+        Timed(28, False, Arrive(key=39, prompt=Prompt(own=0, after=26), max_new=1)),
+        Timed(34, False, TakeTurn(key=41, session=2, tail=0, own=1, max_new=1)),
+        Timed(45, True, AbortRunning(place=1)),
+        Timed(46, False, TakeTurn(key=51, session=2, tail=1, own=0, max_new=1)),
+    ]
+    play(config, script, 47)
