@@ -27,6 +27,9 @@ from engine.server.page_api import FILES, FOLDER
 from engine.server.serving import Serving
 
 BRIEF = SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True)
+LONG = "Write a long story about a lighthouse keeper."
+"""The default model has much to say to it: on a quick machine there must be time to look."""
+
 ATTACK = "<img src=x onerror=\"document.title='hit'\"><script>document.title='hit'</script>"
 WATCH = """() => {
   window.seen = {texts: [], lengths: []};
@@ -113,7 +116,7 @@ def test_a_chat_streams_its_row_grows_and_the_next_turn_reuses_it(smollm2_server
     watched = open_page(smollm2_server.url)
     page = watched.page
     page.evaluate(WATCH)
-    watched.say("Name three rivers.")
+    watched.say(LONG, most=240)
     page.wait_for_selector("#sessions .mine")
     seen = page.evaluate("window.seen")
     texts = seen["texts"]
@@ -126,7 +129,7 @@ def test_a_chat_streams_its_row_grows_and_the_next_turn_reuses_it(smollm2_server
     assert len(lengths) > 2, "the row was seen to grow"
     assert lengths == sorted(lengths)
 
-    watched.say("Which of them is the longest?")
+    watched.say("Where does the keeper live?")
     second = watched.usage(1)
     assert second["reused"] > 0
     assert second["reused"] + second["computed"] > first["computed"] + first["generated"]
@@ -157,7 +160,7 @@ def test_stop_ends_the_turn_and_the_session_goes_on_from_before_it(smollm2_serve
     watched = open_page(smollm2_server.url, color_scheme="dark")
     page = watched.page
     watched.say("Hello.", most=4)
-    watched.begin("Count from one to a thousand.", 1000)
+    watched.begin(LONG, 1000)
     playwright.expect(page.locator(".model .said").nth(1)).to_have_text(re.compile("..."), timeout=90_000)
     page.click("#stop")
     page.get_by_text("Stopped: this turn is not in the session.").wait_for()
