@@ -79,6 +79,10 @@ class ModelArgs:
         None, f"Folder for fetched models; {ENV_MODEL_CACHE}, or a folder in the user's cache, when not given."
     )
 
+    def __post_init__(self) -> None:
+        if self.deterministic and self.kernels == "torch":
+            raise ConfigError("deterministic and kernels=torch exclude each other: torch's sums depend on the batch")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryArgs:
@@ -297,8 +301,6 @@ def _themes_from(themes: tuple[type, ...], kwargs: Mapping[str, Any]) -> list[An
     made = [theme(**values[theme]) for theme in themes]
     for theme_args in made:
         _check(theme_args)
-        if isinstance(theme_args, ModelArgs) and theme_args.deterministic and theme_args.kernels == "torch":
-            raise ConfigError("deterministic and kernels=torch exclude each other: torch's sums depend on the batch")
     return made
 
 
