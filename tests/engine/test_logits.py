@@ -175,14 +175,16 @@ def test_smollm2_greedy_tokens_equal_transformers(smollm2):
     params = SamplingParams(temperature=0.0, max_new_tokens=64, ignore_eos=True)
     is_exact = llm.core.runner.model.dtype == torch.float32
     near_tie = NEAR_TIE if is_exact else HALF_PRECISION * NEAR_TIE
-    compared = 0
+    equal = 0
     for prompt, tokens in zip(ids, outputs(run(llm, ids, params)), strict=True):
         with torch.inference_mode():
             logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
         best = logits.topk(2, dim=-1)
         for token, pair, values in zip(tokens, best.indices.tolist(), best.values.tolist(), strict=True):
-            if token != pair[0]:
+            # The reference reads the engine's own tokens, so that what follows a tie is compared as well.
+            if token == pair[0]:
+                equal += 1
+            else:
+                assert token == pair[1]
                 assert values[0] - values[1] < near_tie
-                break
-            compared += 1
-    assert compared > 0.9 * 20 * 64
+    assert equal > 0.9 * 20 * 64
