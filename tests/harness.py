@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
 
 
 class Target:
-    """The device of engines that do not say another; the fixture `on_device` sets it."""
+    """The device of engines that do not say another; tests that use the fixture `on_device` set it."""
 
     name = "cpu"
 

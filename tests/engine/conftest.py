@@ -1,6 +1,5 @@
 """Tiny models on disk, written once a session."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,22 @@ def variant_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return path
 
 
-@pytest.fixture(scope="module")
-def on_device(device_name: str) -> Iterator[str]:
-    """Engines of the module are made on `device_name`."""
-    Target.name = device_name
-    yield device_name
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Function) -> None:
+    """A test's own device is the target, before its fixtures make engines: none inherits its neighbour's."""
+    uses_device = "on_device" in item.fixturenames
+    Target.name = item.callspec.params["device_name"] if uses_device else "cpu"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
     Target.name = "cpu"
+
+
+@pytest.fixture(scope="session")
+def on_device(device_name: str) -> str:
+    """Engines of the test, and of fixtures that ask for this one, are made on `device_name`."""
+    return device_name
 
 
 def fitting(device_name: str) -> dict[str, Any]:
