@@ -149,8 +149,22 @@ def ragged_slots(tables: IntArray, starts: IntArray, lengths: IntArray, page_siz
         position = starts
     else:
         position, owner = ragged_positions(starts, lengths), np.repeat(owner, lengths)
-    page, offset = np.divmod(position, page_size)
-    return tables[owner, page].astype(np.int64) * page_size + offset
+    return slots_at(tables, owner, page_places(position, page_size), page_size)
+
+
+def page_places(positions: IntArray, page_size: int) -> tuple[IntArray, IntArray]:
+    """Which page of its row holds each position, and where in it; both int32 [n]."""
+    return np.divmod(positions, page_size)
+
+
+def slots_at(
+    tables: IntArray, owners: npt.NDArray[np.integer], places: tuple[IntArray, IntArray], page_size: int
+) -> npt.NDArray[np.int64]:
+    """Slots of tokens, each somewhere (`page_places`) in its owner's row of `tables`, int32 [rows, pages]; int64 [n]."""
+    page, offset = places
+    slots: npt.NDArray[np.int64] = np.multiply(tables[owners, page], page_size, dtype=np.int64)
+    slots += offset
+    return slots
 
 
 def _is_one_each(lengths: IntArray) -> bool:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from devices.base import Device
-from devices.pages import page_count, ragged_positions, ragged_slots
+from devices.pages import page_count, page_places, ragged_positions, slots_at
 from engine.attention import AttentionGroups, FamilyColumns, StepColumns, resolved
 from engine.graphs import DecodeGraphs
 from engine.models.decoder import Decoder
@@ -30,22 +30,8 @@ from mem_cache.rows import TableChange, table_width
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardInputs:
-    """A step's columns on the device.
-
-    Attributes:
-        token_ids: int64 [tokens]; positions: int32 [tokens].
-        wanted: places of the tokens that score a prompt token, then of each request's last one, int64 [wanted].
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    wanted: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class _Running:
-    """A launched step; `is_sampled` its own, `results` waits for int32 [batch]: a token or 0, -1 if not finite."""
+    """A launched step; `is_sampled` its own, `results` waits for int64 [batch]: a token or 0, -1 if not finite."""
 
     step_id: int
     is_sampled: npt.NDArray[np.bool_]
@@ -115,18 +101,16 @@ class ModelRunner:
         self._device.send()
         started = time.perf_counter()
         hidden = forward()
-        ends = hidden[len(hidden) - len(step.rows) :]
+        ends = hidden if wanted is None else hidden[len(hidden) - len(step.rows) :]
         logits = self._logits(ends if where is None else ends[where])
         sampled = choose(logits)
         if sampled.on_host:
             self._on_host.update(sampled.on_host)
-        # A chunk without logits is judged by its last hidden state: attention carries a NaN of its KV there. Times 0
-        # only what is not finite becomes NaN, in fewer passes than `isfinite` takes.
-        is_finite = (ends * 0).sum(dim=-1) == 0
-        is_number = sampled.is_finite & (is_finite if where is None else is_finite[where])
-        results = self._sampled = torch.where(is_number, sampled.token_ids, -1)
+        results = self._sampled = torch.where(sampled.is_finite, sampled.token_ids, -1)
         if where is not None:
-            results = is_finite.to(torch.int64) - 1
+            # A chunk without logits is judged by its last hidden state: attention carries a NaN of its KV there. Times
+            # 0 only what is not finite becomes NaN, in fewer passes than `isfinite` takes.
+            results = ((ends * 0).sum(dim=-1) == 0).to(torch.int64) - 1
             results[where] = self._sampled
         scores = None
         if wanted is not None:
@@ -135,14 +119,13 @@ class ModelRunner:
             _Running(
                 step.step_id,
                 step.is_sampled,
-                self._device.download(results.to(torch.int32)),
+                self._device.download(results),
                 scores,
                 started - called,
                 time.perf_counter() - started,
             )
         )
 
-    @torch.inference_mode()
     def collect(self) -> StepOutput:
         """The result of the oldest launched step, waited for."""
         started = time.perf_counter()
@@ -152,19 +135,15 @@ class ModelRunner:
         self.prepare_s, self.device_s = step.prepare_s, step.launch_s + time.perf_counter() - started
         is_finite = results >= 0
         has_token = step.is_sampled & is_finite
-        return StepOutput(step.step_id, has_token.astype(np.int32), results[has_token], is_finite, scores)
-
-    @torch.inference_mode()
-    def forward(self, inputs: ForwardInputs) -> torch.Tensor:
-        """Hidden states of the wanted tokens, [wanted, hidden_size]."""
-        return self.model.forward(
-            inputs.token_ids, inputs.positions, self._groups.by_layer, self.kv.layers, inputs.wanted
-        )
+        token_ids = results[has_token].astype(np.int32)
+        return StepOutput(step.step_id, has_token.astype(np.int32), token_ids, is_finite, scores)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the ids that have a token, float32 [rows, ids]."""
-        return self.model.logits(hidden)[:, : self._vocab_size]
+        logits = self.model.logits(hidden)
+        return logits if logits.shape[1] == self._vocab_size else logits[:, : self._vocab_size]
 
+    @torch.inference_mode()
     def _scores(
         self, wanted: WantedScores, hidden: torch.Tensor, logits: torch.Tensor, token_ids: torch.Tensor
     ) -> Scores:
@@ -203,19 +182,22 @@ class ModelRunner:
 
         def forward() -> torch.Tensor:
             known = resolved(token_ids, before) if columns.has_references else token_ids
-            return self.forward(ForwardInputs(known, positions, wanted))
+            return self.model.forward(known, positions, self._groups.by_layer, self.kv.layers, wanted)
 
         return forward
 
     def _columns(self, step: StepInput) -> StepColumns:
         ends = step.starts + step.num_new
         num_pages = page_count(int(ends.max()), self._page_size)
+        positions, rows = step.starts, step.rows
+        if len(step.token_ids) > len(rows):
+            positions, rows = ragged_positions(positions, step.num_new), np.repeat(rows, step.num_new)
+        places = page_places(positions, self._page_size)
         families = {}
         for family in self._groups.by_family:
-            tables = self._tables[family][step.rows, :num_pages]
-            slots = ragged_slots(tables, step.starts, step.num_new, self._page_size)
-            families[family] = FamilyColumns(tables, slots)
-        positions = ragged_positions(step.starts, step.num_new)
+            table = self._tables[family]
+            slots = slots_at(table, rows, places, self._page_size)
+            families[family] = FamilyColumns(table[step.rows, :num_pages], slots)
         return StepColumns(step.token_ids, positions, step.num_new, ends, families)
 
     def _apply(self, changes: tuple[TableChange, ...]) -> None:

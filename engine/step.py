@@ -40,6 +40,10 @@ class SamplingColumns:
         """Those of some rows."""
         return SamplingColumns(*(getattr(self, name)[rows] for name in SamplingColumns.__slots__))
 
+    def at(self, position: npt.NDArray[np.int64]) -> SamplingColumns:
+        """The same settings for tokens at other positions."""
+        return SamplingColumns(self.temperature, self.top_k, self.top_p, self.min_p, self.seed, position)
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreColumns:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
 from itertools import compress
 from typing import NamedTuple
 
@@ -17,25 +16,9 @@ from engine.step import SamplingColumns, ScoreColumns, Scores, StepInput, refer
 from mem_cache.rows import PageCopy, TableChange
 
 
-class Chunk(NamedTuple):
-    """`num_new` tokens of one request in one step, after which `end` tokens of its row are written.
-
-    `attempt` is the request's number of retractions when it was planned: a later attempt has no use for its result.
-    """
-
-    request: Request
-    num_new: int
-    end: int
-    attempt: int
-
-    @classmethod
-    def of(cls, request: Request, start: int, num_new: int) -> Chunk:
-        return cls(request, num_new, start + num_new, request.num_retractions)
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether a token follows its last one; asked before the step counts as launched."""
-        return self.request.num_known + self.request.num_ahead == self.end
+Chunk = tuple[Request, int, int, bool]
+"""`(request, num_new, end, is_sampled)`: `num_new` tokens of a request in one step, after which `end` tokens of its row
+are written, and whether a token follows the last of them. A plain tuple: a step makes one for each of its requests."""
 
 
 class Score(NamedTuple):
@@ -46,32 +29,47 @@ class Score(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Requests that a step samples, and what of them does not change from one step to the next: their settings.
+    """What the next step has in common with this one, as long as it has the same requests, as many tokens of each, and
+    samples the same. A request has one row from its admission on: who takes it away ends the batch as well.
 
     Attributes:
-        settings: their sampling, with positions of the step that it was made for.
-        edits_logits, has_grammar: whether one of them does.
+        requests, num_new, is_sampled: of the step; the others follow from them.
+        sampled: the requests that it samples; settings: their sampling, with positions of the step it was made for.
+        edits_logits, has_grammar, has_scores: whether one of them edits logits or has a grammar, whether one of all
+            wants logprobs.
     """
 
     requests: tuple[Request, ...]
+    num_new: tuple[int, ...]
+    is_sampled: tuple[bool, ...]
+    sampled: tuple[Request, ...]
+    rows: IntArray
+    lengths: IntArray
+    samples: npt.NDArray[np.bool_]
     settings: SamplingColumns
     edits_logits: bool
     has_grammar: bool
+    has_scores: bool
 
     @classmethod
-    def of(cls, requests: tuple[Request, ...]) -> Batch:
+    def of(cls, requests: tuple[Request, ...], num_new: tuple[int, ...], is_sampled: tuple[bool, ...]) -> Batch:
+        sampled = tuple(compress(requests, is_sampled))
         return cls(
             requests,
-            _sampling_columns(requests),
-            any(request.params.edits_logits for request in requests),
-            any(request.grammar is not None for request in requests),
+            num_new,
+            is_sampled,
+            sampled,
+            np.array([request.held.record.row for request in requests], dtype=np.int32),
+            np.array(num_new, dtype=np.int32),
+            np.array(is_sampled, dtype=np.bool_),
+            _sampling_columns(sampled),
+            any(request.params.edits_logits for request in sampled),
+            any(request.grammar is not None for request in sampled),
+            any(request.scores is not None for request in requests),
         )
 
-    def next(self, requests: tuple[Request, ...]) -> Batch:
-        """The batch of the step after this one's: mostly the same requests, each a token further."""
-        if requests != self.requests:
-            return Batch.of(requests)
-        return self._replace(settings=replace(self.settings, position=_positions(requests)))
+    def is_of(self, requests: tuple[Request, ...], num_new: tuple[int, ...], is_sampled: tuple[bool, ...]) -> bool:
+        return requests == self.requests and num_new == self.num_new and is_sampled == self.is_sampled
 
 
 def step_input(
@@ -80,31 +78,30 @@ def step_input(
     changes: tuple[TableChange, ...],
     copies: tuple[PageCopy, ...],
     unseen: Mapping[Request, int],
-    before: Batch,
+    before: Batch | None,
 ) -> tuple[StepInput, Batch, list[Score]]:
-    """The message of chunks that were scheduled, whom it samples, and what its scores will be of, in their order.
+    """The message of chunks that are about to be scheduled, its batch, and what its scores will be of, in their order.
 
     Args:
         unseen: requests of the step before whose token nobody has seen, and its place among that step's tokens.
-        before: whom that step sampled.
+        before: that step's batch, if it still stands.
     """
-    requests, new, ends, _ = zip(*chunks, strict=True)
-    num_new = np.array(new, dtype=np.int32)
-    is_sampled = [chunk.is_sampled for chunk in chunks]
-    batch = before.next(tuple(compress(requests, is_sampled)))
-    sampled = batch.requests
+    requests, num_new, ends, is_sampled = zip(*chunks, strict=True)
+    parts = requests, num_new, is_sampled
+    batch = before if before is not None and before.is_of(*parts) else Batch.of(*parts)
+    sampled, end = batch.sampled, np.array(ends, dtype=np.int32)
     scores: ScoreColumns | None = None
     scored: list[Score] = []
-    if any(request.scores is not None for request in requests):
+    if batch.has_scores:
         scores, scored = _score_columns(chunks, sampled)
     step = StepInput(
         step_id=step_id,
-        rows=np.array([request.held.record.row for request in requests], dtype=np.int32),
-        starts=np.array(ends, dtype=np.int32) - num_new,
-        num_new=num_new,
+        rows=batch.rows,
+        starts=end - batch.lengths,
+        num_new=batch.lengths,
         token_ids=_token_ids(chunks, unseen),
-        is_sampled=np.array(is_sampled, dtype=np.bool_),
-        sampling=batch.settings,
+        is_sampled=batch.samples,
+        sampling=batch.settings.at(_positions(end, batch)),
         table_changes=changes,
         page_copies=copies,
         edits=_edits(sampled) if batch.edits_logits else None,
@@ -136,12 +133,13 @@ def _sampling_columns(sampled: Sequence[Request]) -> SamplingColumns:
         top_p=cuts[:, 1],
         min_p=cuts[:, 2],
         seed=np.array([request.seed for request in sampled], dtype=np.uint64),
-        position=_positions(sampled),
+        position=np.zeros(len(params), dtype=np.int64),
     )
 
 
-def _positions(sampled: Sequence[Request]) -> npt.NDArray[np.int64]:
-    return np.array([request.num_known + request.num_ahead for request in sampled], dtype=np.int64)
+def _positions(end: IntArray, batch: Batch) -> npt.NDArray[np.int64]:
+    """Where the sampled tokens will stand: behind the last one of their chunk."""
+    return (end if len(batch.sampled) == len(end) else end[batch.samples]).astype(np.int64)
 
 
 def _edits(sampled: Sequence[Request]) -> LogitEdits | None:
@@ -210,13 +208,13 @@ def _score_columns(chunks: Sequence[Chunk], sampled: Sequence[Request]) -> tuple
 
 
 def deliver_scores(
-    scored: Sequence[Score], scores: Scores, new_token: Mapping[Request, int], current: Container[Request]
+    scored: Sequence[Score], scores: Scores, new_token: Mapping[Request, int], unwanted: Container[Request]
 ) -> None:
     """Append each logprob to its request.
 
     Args:
         new_token: the step's token of each request that has one.
-        current: requests that the step still is for.
+        unwanted: requests that the step is not for any more.
     """
     extra = iter(scores.extra.tolist())
     rows = zip(scored, scores.chosen.tolist(), scores.top_ids.tolist(), scores.top.tolist(), strict=True)
@@ -224,7 +222,7 @@ def deliver_scores(
         params, own = request.params, request.scores
         extras = tuple((token_id, next(extra)) for token_id in params.token_ids_logprob)
         best = tuple(zip(top_ids, top, strict=True))[: params.top_logprobs_num]
-        if own is None or request not in current:
+        if own is None or request in unwanted:
             continue
         if position is not None:
             own.prompt.append(TokenLogprob(int(request.tokens[position]), chosen, best, extras))

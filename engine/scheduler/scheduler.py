@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from devices.base import Capabilities
 from devices.page_pool import Fence, OutOfPages
@@ -37,13 +37,22 @@ from session.session import Session
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step on its way: its requests, and the fences that keep their pages until its result is here."""
+    """A step on its way, and the fences that keep its requests' pages until its result is here.
+
+    Attributes:
+        unwanted: its requests that ended or were retracted since: nobody wants their part of the result.
+    """
 
     step: StepInput
-    chunks: tuple[Chunk, ...]
+    chunks: list[Chunk]
     sampled: tuple[Request, ...]
     scored: list[Score]
     fences: dict[str, Fence]
+    unwanted: set[Request] = field(default_factory=set)
+
+    def awaits(self, request: Request) -> bool:
+        """Whether the request waits for its part of the result."""
+        return request not in self.unwanted and any(other is request for other, _, _, _ in self.chunks)
 
 
 class Scheduler:
@@ -87,7 +96,7 @@ class Scheduler:
         self.clock = clock
         self._launched: deque[LaunchedStep] = deque()
         self._waits_for_results = False
-        self._batch = Batch.of(())
+        self._batch: Batch | None = None
         self._step_id = 0
         self._page_size = allocator.geometry.page_size
 
@@ -111,7 +120,7 @@ class Scheduler:
         elif request.status is RequestStatus.FORKING:
             self._end(request, Finish("abort"))
         elif request.status is RequestStatus.RUNNING:
-            if any(_is_current(chunk) and chunk.request is request for step in self._launched for chunk in step.chunks):
+            if any(step.awaits(request) for step in self._launched):
                 request.abort_requested = True
                 return False
             self._end(request, Finish("abort"))
@@ -126,6 +135,8 @@ class Scheduler:
         if request.abort_requested:
             return
         self.running.remove(request)
+        self._batch = None  # its next row may be another
+        self._drop_results(request)
         request.num_ahead = 0
         request.kv.rewind(request.kv.kv_committed_len)
         if request.session is not None and request.turn is not None:
@@ -155,18 +166,16 @@ class Scheduler:
             if not self.running:
                 self._estimate.reset()
             return None, ended
-        for request, _, end, _ in chunks:
-            request.held.record.schedule(end)
         self._step_id += 1
         allocator = self.allocator
         unseen = {request: i for i, request in enumerate(self._launched[-1].sampled)} if self._launched else {}
         changes, copies = allocator.rows.take_changes(), allocator.take_copies()
         step, self._batch, scored = step_input(self._step_id, chunks, changes, copies, unseen, self._batch)
-        sampled = self._batch.requests
-        for request in sampled:
-            request.num_ahead += 1
+        for request, _, end, is_sampled in chunks:
+            request.held.record.schedule(end)
+            request.num_ahead += is_sampled
         fences = allocator.families.fence(f"step {step.step_id}")
-        self._launched.append(LaunchedStep(step, tuple(chunks), sampled, scored, fences))
+        self._launched.append(LaunchedStep(step, chunks, self._batch.sampled, scored, fences))
         return step, ended
 
     def _end_late(self) -> list[Request]:
@@ -187,8 +196,13 @@ class Scheduler:
         retracted = False
         while self.running:
             chunks = self._chunks_of_running()
-            records = [(request.held.record, end) for request, _, end, _ in chunks]
-            wanted = plan(extend(record, end) for record, end in records if end > record.kv_allocated_len)
+            wanted = plan(
+                [
+                    extend(request.held.record, end)
+                    for request, _, end, _ in chunks
+                    if end > request.held.record.kv_allocated_len
+                ]
+            )
             lacking = self.allocator.lacking_pages(wanted)
             if not lacking:
                 if not self._take(wanted):
@@ -210,18 +224,18 @@ class Scheduler:
 
     def _chunks_of_running(self) -> list[Chunk]:
         """All decoding requests, and prefills in admission order while the step has room for their tokens."""
-        chunks = []
+        chunks: list[Chunk] = []
         budget = self._chunk_tokens
         for request in self.running:
             start = request.held.record.kv_scheduled_len
-            n = request.num_known + request.num_ahead - start
+            end = request.num_known + request.num_ahead
             if request.num_ahead and (request.abort_requested or start + 1 >= request.max_tokens):
                 continue  # it ends with a token that is on its way
-            if n > 1:
-                n = self._chunk_len(start, n, budget)
+            if end == start + 1:
+                chunks.append((request, 1, end, True))
+            elif n := self._chunk_len(start, end - start, budget):
                 budget = None if budget is None else budget - n
-            if n:
-                chunks.append(Chunk.of(request, start, n))
+                chunks.append((request, n, start + n, start + n == end))
         return chunks
 
     def _chunk_len(self, start: int, wanted: int, budget: int | None) -> int:
@@ -236,7 +250,7 @@ class Scheduler:
             return
         budget = self._chunk_tokens
         if budget is not None:
-            budget -= sum(c.num_new for c in chunks if c.num_new > 1 or not c.is_sampled)
+            budget -= sum(num_new for _, num_new, _, is_sampled in chunks if num_new > 1 or not is_sampled)
         promised = sum(self._pages_to_come(request) for request in self.running)
         for request in self.waiting.in_order():
             if budget is not None and budget <= 0:
@@ -251,7 +265,7 @@ class Scheduler:
             chunks.append(chunk)
             promised += self._pages_to_come(request)
             if budget is not None:
-                budget -= chunk.num_new
+                budget -= chunk[1]
 
     def _preempted_by(self, request: Request, chunks: list[Chunk]) -> Request | None:
         """A running request that gives way to one of clearly higher priority; its chunk leaves the step.
@@ -265,7 +279,7 @@ class Scheduler:
         if victim is not None and self._launched:
             self._waits_for_results = True  # its pages would only be pending now
             return None
-        chunks[:] = [chunk for chunk in chunks if chunk.request is not victim]
+        chunks[:] = [chunk for chunk in chunks if chunk[0] is not victim]
         return victim
 
     def _try_admit(self, request: Request, budget: int | None, promised: int) -> Chunk | None:
@@ -299,7 +313,7 @@ class Scheduler:
                 self.misses[miss] += 1
             request.timings.scheduled_s = self.clock()
         self.running.append(request)
-        return Chunk.of(request, start, num_new)
+        return request, num_new, start + num_new, start + num_new == request.num_known
 
     def _take_over(self, request: Request) -> tuple[int, dict[str, IntArray] | None, MissReason | None]:
         """Where a request may start: in the row that its session lends it, or behind a prefix that the tree has.
@@ -364,27 +378,24 @@ class Scheduler:
         launched = self._launched.popleft()
         assert launched.step.step_id == output.step_id
         self.allocator.families.lift(launched.fences)
-        changed: list[Request] = []
-        results, first, token_ids = [], 0, output.token_ids.tolist()
-        rows = zip(launched.chunks, output.num_tokens.tolist(), output.is_finite.tolist(), strict=True)
-        for chunk, n, is_finite in rows:
-            if _is_current(chunk):
-                results.append((chunk, token_ids[first : first + n], is_finite))
-            first += n
+        unwanted, token_ids = launched.unwanted, output.token_ids.tolist()
+        num_tokens = output.num_tokens.tolist()
         if output.scores is not None:
-            new_token = {chunk.request: tokens[0] for chunk, tokens, _ in results if tokens}
-            deliver_scores(launched.scored, output.scores, new_token, {chunk.request for chunk, _, _ in results})
-        sampled = set(launched.sampled)
-        for chunk, new_tokens, is_finite in results:
-            chunk.request.num_ahead -= chunk.request in sampled
-            changed += self._result_of(chunk, new_tokens, is_finite)
+            deliver_scores(launched.scored, output.scores, _first_tokens(launched, num_tokens, token_ids), unwanted)
+        changed: list[Request] = []
+        first = 0
+        for chunk, n, is_finite in zip(launched.chunks, num_tokens, output.is_finite.tolist(), strict=True):
+            if chunk[0] not in unwanted:
+                changed += self._result_of(chunk, token_ids[first : first + n], is_finite)
+            first += n
         return changed
 
     def _result_of(self, chunk: Chunk, new_tokens: list[int], is_finite: bool) -> list[Request]:
         """Commit one request's part of a step; returns it when it has a new token or ended, with what ended with it."""
-        request = chunk.request
+        request, num_new, end, is_sampled = chunk
         record = request.held.record
-        record.commit(chunk.end)
+        record.commit(end)
+        request.num_ahead -= is_sampled
         if request.abort_requested:
             return self._end(request, Finish("abort"), publish=is_finite)
         if not is_finite:
@@ -392,8 +403,8 @@ class Scheduler:
                 return self._end(request, Finish("error", message=request.grammar.problem))
             message = "the model's logits are not finite (NaN or inf); its KV was not cached"
             return self._end(request, Finish("error", message=message), publish=False)
-        is_first = request.num_output == 0
-        if chunk.num_new > 1 or is_first:
+        is_first = request.num_known == request.prompt_len
+        if num_new > 1 or is_first:
             self._publish(request)
         self.allocator.slide_window(record)
         if new_tokens and request.siblings:
@@ -434,6 +445,7 @@ class Scheduler:
         """End a request, and the answers that would have started from its prompt; returns them all."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
+            self._drop_results(request)
         request.timings.finished_s = self.clock()
         if request.session is not None and request.turn is not None:
             _end_turn(request, request.session, request.turn, finish, trust_kv=publish)
@@ -444,6 +456,11 @@ class Scheduler:
         siblings, request.siblings = request.siblings, ()
         waiting = [sibling for sibling in siblings if sibling.status is RequestStatus.FORKING]
         return [request, *(ended for sibling in waiting for ended in self._end(sibling, finish))]
+
+    def _drop_results(self, request: Request) -> None:
+        """Nobody wants what launched steps compute of it."""
+        for step in self._launched:
+            step.unwanted.add(request)
 
     def _publish(self, request: Request) -> None:
         """Give the tree what is committed; of a session's turn the prompt only, and only when its row is new."""
@@ -472,10 +489,14 @@ def _end_turn(request: Request, session: Session, turn: Turn, finish: Finish, *,
         session.abort(turn, request.num_known, now, trust_kv=trust_kv)
 
 
-def _is_current(chunk: Chunk) -> bool:
-    """Whether somebody still wants the chunk's result: its request has not ended, nor been retracted since."""
-    request = chunk.request
-    return request.status is RequestStatus.RUNNING and chunk.attempt == request.num_retractions
+def _first_tokens(launched: LaunchedStep, num_tokens: list[int], token_ids: list[int]) -> dict[Request, int]:
+    """The first new token of each request that has one."""
+    firsts, first = {}, 0
+    for (request, _, _, _), n in zip(launched.chunks, num_tokens, strict=True):
+        if n:
+            firsts[request] = token_ids[first]
+        first += n
+    return firsts
 
 
 def _loss(request: Request) -> tuple[int, int, int, int]:

@@ -147,13 +147,7 @@ class Sessions(RuleBasedStateMachine):
         return len(self.core._launched) <= self.core.depth
 
     def flying(self, ask: Ask) -> bool:
-        launched = self.core.scheduler._launched
-        is_current = ask.request.status is RequestStatus.RUNNING
-        return is_current and any(
-            chunk.request is ask.request and chunk.attempt == ask.request.num_retractions
-            for step in launched
-            for chunk in step.chunks
-        )
+        return any(step.awaits(ask.request) for step in self.core.scheduler._launched)
 
     def talk(self, data: st.DataObject, *, idle: bool | None = None) -> Talk | None:
         fitting = [t for t in self.talks.values() if idle is None or (t.running is None) is idle]

@@ -14,8 +14,8 @@ FAULTS = (
     Fault(
         "a step commits one token less",
         f"{SCHEDULER}._result_of",
-        "commit(chunk.end)",
-        "commit(max(request.kv.kv_committed_len, chunk.end - 1))",
+        "commit(end)",
+        "commit(max(request.kv.kv_committed_len, end - 1))",
         "abort",
     ),
     Fault(
@@ -73,8 +73,8 @@ FAULTS = (
     Fault(
         "a step reserves a page too many",
         f"{SCHEDULER}._continue_running",
-        "plan(extend(record, end)",
-        "plan(extend(record, min(end + self._page_size, record.geometry.row_width))",
+        "extend(request.held.record, end)",
+        "extend(request.kv, min(end + self._page_size, request.kv.geometry.row_width))",
         "width",
     ),
     Fault(
@@ -103,7 +103,7 @@ FAULTS = (
     Fault(
         "a preempted request stays in the step",
         f"{SCHEDULER}._preempted_by",
-        "chunk.request is not victim",
+        "chunk[0] is not victim",
         "True",
         "crash",
     ),
@@ -152,16 +152,16 @@ FAULTS = (
     Fault(
         "a token is drawn for the wrong place",
         "engine.scheduler.columns:_positions",
-        "request.num_known + request.num_ahead for",
-        "request.num_known + request.num_ahead - 1 for",
+        "end[batch.samples]).astype(np.int64)",
+        "end[batch.samples]).astype(np.int64) - 1",
         "tokens",
     ),
     # Steps that run ahead of results.
     Fault(
         "a token that nobody saw is drawn for the place before",
         "engine.scheduler.columns:_positions",
-        "request.num_known + request.num_ahead for",
-        "request.num_known for",
+        "(end if len(batch.sampled) == len(end) else end[batch.samples]).astype(np.int64)",
+        "np.array([request.num_known for request in batch.sampled], dtype=np.int64)",
         "tokens",
     ),
     Fault(
@@ -180,9 +180,9 @@ FAULTS = (
     ),
     Fault(
         "a result goes to the attempt after it",
-        "engine.scheduler.scheduler:_is_current",
-        " and chunk.attempt == request.num_retractions",
-        "",
+        f"{SCHEDULER}.retract",
+        "self._drop_results(request)",
+        "pass",
         "tokens",
     ),
     # Logprobs.
