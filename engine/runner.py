@@ -96,7 +96,8 @@ class ModelRunner:
         stage = self._device.stage
         forward = self._prepare(step)
         choose = chooser(step.sampling, step.edits, step.allowed, self._device.sampler, self._vocab_size)
-        where = None if step.is_sampled.all() else stage(np.flatnonzero(step.is_sampled))
+        samples_all = len(step.sampling.seed) == len(step.rows)
+        where = None if samples_all else stage(np.flatnonzero(step.is_sampled))
         wanted = None if step.scores is None else WantedScores.of(step.scores, stage)
         self._device.send()
         started = time.perf_counter()
@@ -188,7 +189,7 @@ class ModelRunner:
 
     def _columns(self, step: StepInput) -> StepColumns:
         ends = step.starts + step.num_new
-        num_pages = page_count(int(ends.max()), self._page_size)
+        num_pages = page_count(int(np.maximum.reduce(ends)), self._page_size)
         positions, rows = step.starts, step.rows
         if len(step.token_ids) > len(rows):
             positions, rows = ragged_positions(positions, step.num_new), np.repeat(rows, step.num_new)

@@ -97,6 +97,8 @@ class KvAllocator:
 
     def lacking_pages(self, wanted: Plan) -> int:
         """Pages that the plan needs and that cannot be had: of the full family, or of another if that is worse."""
+        if not wanted.growths:
+            return 0
         others = [self._lacking_of(name, need) for name, need in self._demand(wanted).items() if name != "full"]
         return max([self.lacking(wanted.num_pages), *others])
 
@@ -130,6 +132,8 @@ class KvAllocator:
             LadderError: a record is not where the plan found it, or is named twice; nothing was touched.
             Anything else that goes wrong on the way: pages and rows went back, records are where they were.
         """
+        if not wanted.growths:
+            return
         check_current(wanted)
         if wanted.num_rows > self.rows.num_free and wanted.num_rows > self.rows.num_free + len(list(self.idle)):
             raise OutOfRows(wanted.num_rows, self.rows.num_free)

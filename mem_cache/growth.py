@@ -58,6 +58,9 @@ class Plan:
     num_coarse: Mapping[str, int] = field(default_factory=dict)
 
 
+NOTHING = Plan((), 0, 0)
+
+
 class PageRange(NamedTuple):
     """Pages of a row's tokens `[start, end)`, whole pages of `family`."""
 
@@ -121,6 +124,8 @@ def _first_new(family: PageFamily, record: ReqKvInfo, start: int, protected: int
 def plan(growths: Iterable[Growth]) -> Plan:
     """Sum up what the growths take. Pure."""
     items = tuple(growths)
+    if not items:
+        return NOTHING
     num_rows = sum(growth.needs_row for growth in items)
     coarse: Counter[str] = Counter()
     for growth in items:

@@ -14,6 +14,7 @@ was launched of it beyond is ignored: its pages wait behind the launched step's 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -96,6 +97,7 @@ class Scheduler:
         self.clock = clock
         self._launched: deque[LaunchedStep] = deque()
         self._waits_for_results = False
+        self._next_deadline_s = math.inf
         self._batch: Batch | None = None
         self._step_id = 0
         self._page_size = allocator.geometry.page_size
@@ -107,6 +109,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         for member in (request, *request.siblings):
             member.timings.arrival_s = self.clock()
+            self._next_deadline_s = min(self._next_deadline_s, member.deadline_s)
         self.waiting.add(request)
 
     def abort(self, request: Request) -> bool:
@@ -180,11 +183,15 @@ class Scheduler:
 
     def _end_late(self) -> list[Request]:
         """End requests whose time is up, running or not."""
-        limited = [request for request in (*self.running, *self.waiting) if request.params.time_limit_s is not None]
-        if not limited:
+        if self._next_deadline_s == math.inf:
             return []
         now = self.clock()
-        late = [request for request in limited if request.deadline_s <= now]
+        if now < self._next_deadline_s:
+            return []
+        both = (*self.running, *self.waiting)
+        late = [request for request in both if request.deadline_s <= now]
+        # A request's time never changes, so none is due before this.
+        self._next_deadline_s = min((request.deadline_s for request in both if request.deadline_s > now), default=math.inf)
         for request in late:
             if request.status is RequestStatus.WAITING:
                 self.waiting.remove(request)
