@@ -87,7 +87,7 @@ class TokenScores:
 @dataclass(slots=True, eq=False)
 class Request:
     """Attributes:
-    held: its record and lock; a session's turn has those of the session.
+    held: its record and lock; a session's turn has those of the session. kv: the record.
     session, turn: the conversation that it belongs to, and its current attempt there.
     prompt_len: tokens of the prompt; what follows in `tokens` was generated.
     max_tokens: most tokens that prompt and output together may have.
@@ -96,7 +96,7 @@ class Request:
     text: detokeniser and stop strings, for requests that stream or have stop strings.
     cached_tokens: prompt tokens that were not computed when it was first admitted.
     lost_to_alignment: tokens whose KV its session had and that the device could not continue from.
-    num_known: valid entries of the token buffer.
+    num_known: valid entries of the token buffer; last_id: the last of them.
     num_ahead: tokens behind those that launched steps sample, and nobody on the host has seen.
     siblings: further answers to the same prompt that start from this one's KV.
     scores: logprobs, when they are wanted.
@@ -107,6 +107,7 @@ class Request:
     id: str
     params: SamplingParams
     held: Holding
+    kv: ReqKvInfo
     prompt_len: int
     max_tokens: int
     stop_ids: frozenset[int]
@@ -117,6 +118,7 @@ class Request:
     text: TextStream | None
     _buffer: IntArray
     num_known: int
+    last_id: int
     session: Session | None = None
     turn: Turn | None = None
     status: RequestStatus = RequestStatus.WAITING
@@ -130,12 +132,8 @@ class Request:
     passed_over: int = 0
     scores: TokenScores | None = None
     grammar: GrammarState | None = None
-    _counts: dict[int, int] = field(default_factory=dict)
+    _counts: dict[int, int] | None = None
     timings: Timings = field(default_factory=Timings)
-
-    @property
-    def kv(self) -> ReqKvInfo:
-        return self.held.record
 
     @property
     def lock(self) -> LockReceipt | None:
@@ -145,10 +143,6 @@ class Request:
     def tokens(self) -> IntArray:
         """Prompt and output so far, int32; a view."""
         return self._buffer[: self.num_known]
-
-    def token_at(self, position: int) -> int:
-        """A token of `tokens`."""
-        return int(self._buffer[position])
 
     @property
     def num_output(self) -> int:
@@ -172,7 +166,7 @@ class Request:
     @property
     def output_counts(self) -> dict[int, int]:
         """How often the output holds each token that prompt or output hold, for penalties."""
-        if not self._counts:
+        if self._counts is None:
             self._counts = dict.fromkeys(self._buffer[: self.prompt_len].tolist(), 0)
             for token_id in self.output_ids:
                 self._counts[token_id] = self._counts.get(token_id, 0) + 1
@@ -198,17 +192,17 @@ class Request:
         A stop id goes before a stop string, since its text is not shown, and both before the length: the token that
         completes a stop is the last. What ends a grammar's text is a stop id, whatever the request thinks of it.
         """
-        self._buffer[self.num_known] = token_id
+        self._buffer[self.num_known] = self.last_id = token_id
         self.num_known += 1
-        if self._counts:
+        if self._counts is not None:
             self._counts[token_id] = self._counts.get(token_id, 0) + 1
-        grammar = self.grammar
+        is_stop_id, is_whole, grammar = token_id in self.stop_ids, False, self.grammar
         if grammar is not None:
             grammar.take(token_id)
             if grammar.problem:
                 return Finish("error", message=grammar.problem)
-        is_whole = grammar is not None and grammar.is_complete
-        is_stop_id = token_id in self.stop_ids or (grammar is not None and is_whole and token_id in grammar.end_ids)
+            is_whole = grammar.is_complete
+            is_stop_id = is_stop_id or (is_whole and token_id in grammar.end_ids)
         if self.text is not None and not is_stop_id:
             self.text.push((token_id,))
             if self.text.matched is not None:
@@ -265,9 +259,10 @@ def new_request(
         id=request_id,
         params=params,
         held=prompt.held,
+        kv=prompt.held.record,
         prompt_len=prompt.length,
         max_tokens=len(prompt.buffer),
-        stop_ids=eos | frozenset(params.stop_token_ids),
+        stop_ids=eos | frozenset(params.stop_token_ids) if params.stop_token_ids else eos,
         seed=seed,
         namespace=namespace,
         priority=priority,
@@ -275,6 +270,7 @@ def new_request(
         text=text,
         _buffer=prompt.buffer,
         num_known=prompt.length,
+        last_id=int(prompt.buffer[prompt.length - 1]),
         session=prompt.session,
         turn=prompt.turn,
         status=status,

@@ -29,6 +29,7 @@ class KvAllocator:
 
     Attributes:
         caching: off, nothing is matched and nothing published; everything else is the same.
+        has_window: whether rows have a family whose pages `slide_window` gives back.
         idle: rows that give way when neither free pages nor the tree's are enough.
     """
 
@@ -47,6 +48,7 @@ class KvAllocator:
         self._paged = tuple(family.name for family in owned if not self.geometry.is_coarse(family))
         self._coarse = tuple(family for family in owned if self.geometry.is_coarse(family))
         self._windowed = tuple(family for family in owned if family.window is not None)
+        self.has_window = len(self._windowed) > 0
         self._copies: list[PageCopy] = []
 
     @property

@@ -59,7 +59,7 @@ class Batch(NamedTuple):
             num_new,
             is_sampled,
             sampled,
-            np.array([request.held.record.row for request in requests], dtype=np.int32),
+            np.array([request.kv.row for request in requests], dtype=np.int32),
             np.array(num_new, dtype=np.int32),
             np.array(is_sampled, dtype=np.bool_),
             _sampling_columns(sampled),
@@ -115,12 +115,12 @@ def _token_ids(chunks: Sequence[Chunk], unseen: Mapping[Request, int]) -> IntArr
     """The chunks' tokens, int32 [tokens]. One that was not seen yet is alone: what a prompt has is known."""
     ids: list[int] = []
     for request, num_new, end, _ in chunks:
-        if end > request.num_known:
-            ids.append(refer(unseen[request]))
-        elif num_new == 1:
-            ids.append(request.token_at(end - 1))
-        else:
+        if num_new > 1 or end < request.num_known:
             ids += request.tokens[end - num_new : end].tolist()
+        elif end == request.num_known:
+            ids.append(request.last_id)
+        else:
+            ids.append(refer(unseen[request]))
     return np.array(ids, dtype=np.int32)
 
 

@@ -175,7 +175,7 @@ class Scheduler:
         changes, copies = allocator.rows.take_changes(), allocator.take_copies()
         step, self._batch, scored = step_input(self._step_id, chunks, changes, copies, unseen, self._batch)
         for request, _, end, is_sampled in chunks:
-            request.held.record.schedule(end)
+            request.kv.schedule(end)
             request.num_ahead += is_sampled
         fences = allocator.families.fence(f"step {step.step_id}")
         self._launched.append(LaunchedStep(step, chunks, self._batch.sampled, scored, fences))
@@ -203,13 +203,7 @@ class Scheduler:
         retracted = False
         while self.running:
             chunks = self._chunks_of_running()
-            wanted = plan(
-                [
-                    extend(request.held.record, end)
-                    for request, _, end, _ in chunks
-                    if end > request.held.record.kv_allocated_len
-                ]
-            )
+            wanted = plan([extend(request.kv, end) for request, _, end, _ in chunks if end > request.kv.kv_allocated_len])
             lacking = self.allocator.lacking_pages(wanted)
             if not lacking:
                 if not self._take(wanted):
@@ -234,7 +228,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         budget = self._chunk_tokens
         for request in self.running:
-            start = request.held.record.kv_scheduled_len
+            start = request.kv.kv_scheduled_len
             end = request.num_known + request.num_ahead
             if request.num_ahead and (request.abort_requested or start + 1 >= request.max_tokens):
                 continue  # it ends with a token that is on its way
@@ -400,7 +394,7 @@ class Scheduler:
     def _result_of(self, chunk: Chunk, new_tokens: list[int], is_finite: bool) -> list[Request]:
         """Commit one request's part of a step; returns it when it has a new token or ended, with what ended with it."""
         request, num_new, end, is_sampled = chunk
-        record = request.held.record
+        record = request.kv
         record.commit(end)
         request.num_ahead -= is_sampled
         if request.abort_requested:
@@ -413,7 +407,8 @@ class Scheduler:
         is_first = request.num_known == request.prompt_len
         if num_new > 1 or is_first:
             self._publish(request)
-        self.allocator.slide_window(record)
+        if self.allocator.has_window:
+            self.allocator.slide_window(record)
         if new_tokens and request.siblings:
             self._fork_siblings(request)
         if new_tokens and is_first:

@@ -73,7 +73,7 @@ FAULTS = (
     Fault(
         "a step reserves a page too many",
         f"{SCHEDULER}._continue_running",
-        "extend(request.held.record, end)",
+        "extend(request.kv, end)",
         "extend(request.kv, min(end + self._page_size, request.kv.geometry.row_width))",
         "width",
     ),
