@@ -47,7 +47,7 @@ class StepColumns:
 
     @property
     def has_references(self) -> bool:
-        return bool(self.token_ids.min() < 0)
+        return bool(min(self.token_ids.tolist()) < 0)
 
     def padded(self, size: int) -> StepColumns:
         """With rows of padding up to `size`; each writes a slot of its own in the padding page."""

@@ -77,6 +77,7 @@ class ModelRunner:
         self.prepare_s = self.device_s = 0.0
         self._on_host: Counter[str] = Counter()
         self._running: deque[_Running] = deque()
+        self._inference = torch.inference_mode()  # made once: that takes longer than many of a step's columns
         self._sampled = torch.empty(0, dtype=torch.int64, device=device.torch_device)
         self._groups = AttentionGroups(device, model.config, geometry)
         self._graphs = DecodeGraphs(model, device, kv.layers, geometry, graph_sizes) if graph_sizes else None
@@ -89,9 +90,12 @@ class ModelRunner:
             f"sampled_on_host_{cause}": count for cause, count in self._on_host.items()
         }
 
-    @torch.inference_mode()
     def launch(self, step: StepInput) -> None:
         """Begin a step behind those that were launched before; nothing here waits for the device."""
+        with self._inference:
+            self._running.append(self._begun(step))
+
+    def _begun(self, step: StepInput) -> _Running:
         called = time.perf_counter()
         stage = self._device.stage
         forward = self._prepare(step)
@@ -116,16 +120,9 @@ class ModelRunner:
         scores = None
         if wanted is not None:
             scores = partial(self._scores, wanted, hidden, logits, sampled.token_ids)
-        self._running.append(
-            _Running(
-                step.step_id,
-                step.is_sampled,
-                self._device.download(results),
-                scores,
-                started - called,
-                time.perf_counter() - started,
-            )
-        )
+        on_host = self._device.download(results)
+        launch_s = time.perf_counter() - started
+        return _Running(step.step_id, step.is_sampled, on_host, scores, started - called, launch_s)
 
     def collect(self) -> StepOutput:
         """The result of the oldest launched step, waited for."""
@@ -174,7 +171,8 @@ class ModelRunner:
             if replay is not None:
                 return replay
         self._groups.plan(columns)
-        ends = step.num_new.cumsum(dtype=np.int64) - 1
+        is_one_each = len(step.token_ids) == len(step.rows)
+        ends = np.arange(len(step.rows)) if is_one_each else step.num_new.cumsum(dtype=np.int64) - 1
         if step.scores is not None:
             ends = np.concatenate([step.scores.place, ends])
         stage, before = self._device.stage, self._sampled
@@ -189,7 +187,7 @@ class ModelRunner:
 
     def _columns(self, step: StepInput) -> StepColumns:
         ends = step.starts + step.num_new
-        num_pages = page_count(int(np.maximum.reduce(ends)), self._page_size)
+        num_pages = page_count(max(ends.tolist()), self._page_size)
         positions, rows = step.starts, step.rows
         if len(step.token_ids) > len(rows):
             positions, rows = ragged_positions(positions, step.num_new), np.repeat(rows, step.num_new)
