@@ -150,6 +150,11 @@ class PagePool:
                 self._push_free(batch.pages)
         self._pending = waiting
 
+    def owners(self, pages: IntArray) -> IntArray:
+        """How many each page has, int32 [n]."""
+        owners: IntArray = self._refs[pages]
+        return owners
+
     # Views for the audit: copies, so that looking never changes anything.
 
     def refcounts(self) -> IntArray:
@@ -171,10 +176,11 @@ class PagePool:
 
     def _owners_of(self, pages: npt.NDArray[np.intp], verb: str) -> IntArray:
         """Owners of each page, a copy. Raises PageError when one has none."""
-        if not 0 < _least(pages) <= _largest(pages) <= self.num_pages:
+        least, largest = _bounds(pages)
+        if not 0 < least <= largest <= self.num_pages:
             raise PageError(f"{verb} of page {pages.tolist()[:16]}: ids are 1..{self.num_pages}")
         owners: IntArray = self._refs[pages]
-        if _least(owners) < 1:
+        if _bounds(owners)[0] < 1:
             ownerless = pages[owners < 1].tolist()
             raise PageError(f"{verb} of pages {ownerless[:16]} of family {self.family!r}: they have no owner")
         return owners
@@ -187,12 +193,12 @@ class PagePool:
         return bool((self._marks[pages] != order).any())
 
 
-def _least(numbers: npt.NDArray[Any]) -> int:
-    return int(min(numbers.tolist()) if len(numbers) <= FEW else np.minimum.reduce(numbers))
-
-
-def _largest(numbers: npt.NDArray[Any]) -> int:
-    return int(max(numbers.tolist()) if len(numbers) <= FEW else np.maximum.reduce(numbers))
+def _bounds(numbers: npt.NDArray[Any]) -> tuple[int, int]:
+    """The least and the largest."""
+    if len(numbers) <= FEW:
+        few = numbers.tolist()
+        return min(few), max(few)
+    return int(np.minimum.reduce(numbers)), int(np.maximum.reduce(numbers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,13 @@ back. What `release` frees is a pure function of the record. Nobody else frees a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 import numpy as np
 
 from devices.page_pool import PADDING_PAGE, OutOfPages, PageFamilies, PageFamily
 from devices.pages import IntArray, ceil_page, floor_page, is_whole_pages, page_count, window_start
 from mem_cache import coarse
-from mem_cache.growth import Growth, Plan, check_current, grow, plan, plan_release
+from mem_cache.growth import NO_PREFIX, Growth, Plan, check_current, grow, plan, plan_release
 from mem_cache.holding import Holding, IdleRows, NoIdleRows
 from mem_cache.kv_info import LadderError, ReqKvInfo
 from mem_cache.rows import OutOfRows, PageCopy, RowPool
@@ -90,7 +89,7 @@ class KvAllocator:
         if not own:
             return 0
         pages, counts = np.unique(np.concatenate(own), return_counts=True)
-        return int((self.families.pools[family].refcounts()[pages] == counts).sum())
+        return int((self.families.pools[family].owners(pages) == counts).sum())
 
     def lacking(self, num_pages: int) -> int:
         """How many of `num_pages` neither the free list nor eviction nor idle rows can give."""
@@ -146,19 +145,23 @@ class KvAllocator:
         demand = self._demand(wanted)
         self._make_room(wanted.num_rows, demand)
         taken = self.families.alloc(demand)
-        undo: list[tuple[Growth, dict[str, IntArray] | None]] = []
+        undo: list[tuple[Growth, Mapping[str, IntArray]]] = []
         num_copies = len(self._copies)
         try:
-            first = dict.fromkeys(demand, 0)
+            first = 0
+            first_coarse = dict.fromkeys(wanted.num_coarse, 0)
             for growth in wanted.growths:
                 if not growth.num_pages and not growth.needs_row:
                     continue
-                new = {}
-                for name, pages in taken.items():
-                    n = growth.num_pages if name in self._paged else growth.num_coarse.get(name, 0)
-                    new[name] = pages[first[name] : first[name] + n]
-                    first[name] += n
-                undo.append((growth, None if growth.needs_row else coarse.entries(self.rows, self._coarse, growth)))
+                end = first + growth.num_pages
+                new = {name: taken[name][first:end] for name in self._paged}
+                first = end
+                for family in self._coarse:
+                    name, at = family.name, first_coarse.get(family.name, 0)
+                    first_coarse[name] = at + growth.num_coarse.get(name, 0)
+                    new[name] = taken[name][at : first_coarse[name]]
+                has_entries = self._coarse and not growth.needs_row
+                undo.append((growth, coarse.entries(self.rows, self._coarse, growth) if has_entries else NO_PREFIX))
                 self._grow(growth, new)
         except BaseException:
             for growth, before in undo:
@@ -216,12 +219,12 @@ class KvAllocator:
             self.rows.free(row)
             raise
 
-    def _shrink(self, growth: Growth, before: Mapping[str, IntArray] | None) -> None:
-        """Undo `_grow`, however far it came; `before`: what the row's coarse tables named, None when it had no row."""
+    def _shrink(self, growth: Growth, before: Mapping[str, IntArray]) -> None:
+        """Undo `_grow`, however far it came; `before`: what the coarse tables of a row that was there named."""
         record, row = growth.record, growth.record.req_pool_idx
         if row is None:
             return
-        if before is None:
+        if growth.needs_row:
             self.rows.free(row)
             record.mark_released()
             return
@@ -297,7 +300,7 @@ class KvAllocator:
         length = min(record.kv_committed_len, len(tokens))
         end = floor_page(length, page_size)
         for name in self._paged if end > lo else ():
-            shared = self.families.pools[name].refcounts()[self.rows.pages(name, record.row, lo, end)] > 1
+            shared = self.families.pools[name].owners(self.rows.pages(name, record.row, lo, end)) > 1
             if shared.any():
                 known = self.tree.known_pages(PrefixKey(tokens[:end], page_size, namespace), name)
                 first = page_count(lo, page_size)
@@ -341,7 +344,7 @@ class KvAllocator:
         self.families.retain(both)
         try:
             growth = grow(child, length, prefix, protected)
-            self.commit(plan([replace(growth, swa_evicted=min(parent.swa_evicted_seqlen, protected))]))
+            self.commit(plan([growth._replace(swa_evicted=min(parent.swa_evicted_seqlen, protected))]))
         except BaseException:
             self.families.release(both)
             raise
@@ -419,7 +422,7 @@ class KvAllocator:
     def _is_shared(self, family: PageFamily, record: ReqKvInfo, end: int) -> bool:
         lo = floor_page(end, family.tokens_per_page)
         page = self.rows.pages(family.name, record.row, lo, ceil_page(end, family.tokens_per_page))
-        counts = self.families.pools[family.name].refcounts()[page]
+        counts = self.families.pools[family.name].owners(page)
         if self.geometry.is_coarse(family):
             # What the tree knows of such a page is left alone by whoever writes behind it.
             is_own = record.kv_allocated_len > record.cache_protected_len

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from devices.page_pool import PageFamily
@@ -21,31 +22,28 @@ from devices.pages import IntArray, ceil_page, floor_page, page_count, window_st
 from mem_cache.kv_info import LadderError, ReqKvInfo, RowGeometry
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
+class Growth(NamedTuple):
     """One record climbs: `start -> target`, both whole pages.
 
     Attributes:
+        needs_row: whether the record has none yet.
         start: tokens that have pages already: the row's, or the matched prefix's.
         num_pages: new pages of each family whose page is the row's.
-        num_coarse: new pages of each family with larger pages; a shared one that the row continues is copied.
         prefix: pages that a record without a row starts from, by family.
         protected: how much of the prefix is the tree's, whole pages.
+        num_coarse: new pages of each family with larger pages; a shared one that the row continues is copied.
         swa_evicted: before here the prefix has lost its window's pages, but nobody reads them.
     """
 
     record: ReqKvInfo
+    needs_row: bool
     start: int
     target: int
     num_pages: int
     prefix: Mapping[str, IntArray]
-    protected: int = 0
-    num_coarse: Mapping[str, int] = field(default_factory=dict)
+    protected: int
+    num_coarse: Mapping[str, int]
     swa_evicted: int = 0
-
-    @property
-    def needs_row(self) -> bool:
-        return self.record.req_pool_idx is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +56,8 @@ class Plan:
     num_coarse: Mapping[str, int] = field(default_factory=dict)
 
 
+NO_PREFIX: Mapping[str, IntArray] = MappingProxyType({})
+NO_COARSE: Mapping[str, int] = MappingProxyType({})
 NOTHING = Plan((), 0, 0)
 
 
@@ -94,22 +94,25 @@ def prealloc(record: ReqKvInfo, length: int, prefix: Mapping[str, IntArray] | No
 
 def grow(record: ReqKvInfo, length: int, prefix: Mapping[str, IntArray] | None, protected: int | None = None) -> Growth:
     """Room for `length` tokens, of which `prefix` has pages; `protected`: how much of that is the tree's."""
-    geometry = record.geometry
+    geometry, needs_row = record.geometry, record.req_pool_idx is None
     start = record.kv_allocated_len if prefix is None else len(prefix["full"]) * geometry.page_size
     target = max(start, ceil_page(length, geometry.page_size))
     if target > geometry.row_width:
         raise LadderError("reserve", target, record, "target <= row width")
     if protected is None:
-        protected = start if prefix is not None or record.req_pool_idx is None else record.cache_protected_len
+        protected = start if prefix is not None or needs_row else record.cache_protected_len
     num_pages = page_count(target - start, geometry.page_size)
-    coarse = {
+    coarse = _coarse_pages(record, start, target, protected) if geometry.coarse else NO_COARSE
+    return Growth(record, needs_row, start, target, num_pages, prefix or NO_PREFIX, protected, coarse)
+
+
+def _coarse_pages(record: ReqKvInfo, start: int, target: int, protected: int) -> dict[str, int]:
+    """New pages of each family with larger pages."""
+    return {
         family.name: page_count(target - first, family.tokens_per_page)
-        for family in geometry.families
-        if geometry.is_coarse(family)
-        and (first := _first_new(family, record, start, protected)) < target
-        and target > protected
+        for family in record.geometry.coarse
+        if (first := _first_new(family, record, start, protected)) < target and target > protected
     }
-    return Growth(record, start, target, num_pages, prefix or {}, protected, coarse)
 
 
 def _first_new(family: PageFamily, record: ReqKvInfo, start: int, protected: int) -> int:
@@ -126,22 +129,23 @@ def plan(growths: Iterable[Growth]) -> Plan:
     items = tuple(growths)
     if not items:
         return NOTHING
-    num_rows = sum(growth.needs_row for growth in items)
+    num_rows = num_pages = 0
     coarse: Counter[str] = Counter()
     for growth in items:
+        num_rows += growth.needs_row
+        num_pages += growth.num_pages
         if growth.num_coarse:
             coarse.update(growth.num_coarse)
-    return Plan(items, num_rows, sum(growth.num_pages for growth in items), coarse)
+    return Plan(items, num_rows, num_pages, coarse)
 
 
 def check_current(wanted: Plan) -> None:
     """A plan is good for the records as they were, each once; LadderError when one is not where the plan found it."""
-    seen: set[int] = set()
-    for growth in wanted.growths:
-        record = growth.record
-        if id(record) in seen or not (growth.needs_row or record.kv_allocated_len == growth.start):
-            raise LadderError("commit of a plan", growth.target, record, "each record once, where the plan found it")
-        seen.add(id(record))
+    is_current = len({id(growth.record) for growth in wanted.growths}) == len(wanted.growths)
+    for record, needs_row, start, target, *_ in wanted.growths:
+        is_there = record.req_pool_idx is None if needs_row else record.kv_allocated_len == start
+        if not is_current or not is_there:
+            raise LadderError("commit of a plan", target, record, "each record once, where the plan found it")
 
 
 def plan_release(record: ReqKvInfo, geometry: RowGeometry) -> tuple[PageRange, ...]:

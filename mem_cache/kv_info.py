@@ -12,7 +12,7 @@ lengths only; pages are taken and given back beside them in `allocation.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -28,13 +28,16 @@ class RowGeometry:
         page_size: tokens in a page of the full family.
         row_width: most tokens that a row can hold, whole pages.
         families: kinds of page a row has, "full" first.
+        coarse: those whose page stands for several of the row's.
     """
 
     page_size: int
     row_width: int
     families: tuple[PageFamily, ...]
+    coarse: tuple[PageFamily, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "coarse", tuple(family for family in self.families if self.is_coarse(family)))
         if not is_whole_pages(self.row_width, self.page_size):
             raise ValueError(f"row_width={self.row_width} is not whole pages of {self.page_size}")
         for family in self.families:

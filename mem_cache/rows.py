@@ -9,6 +9,7 @@ executors; nobody else keeps a copy that could differ.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +26,7 @@ class OutOfRows(Exception):
         super().__init__(f"{need} rows were asked for, {free} are free; raise --max-running-requests")
 
 
-@dataclass(frozen=True, slots=True)
-class TableChange:
+class TableChange(NamedTuple):
     """`pages` were written into `row` of a family's table, from entry `start` on."""
 
     family: str
@@ -55,6 +55,9 @@ class RowPool:
             name: np.full((num_rows + 1, table_width(geometry, family)), PADDING_PAGE, dtype=np.int32)
             for name, family in self._families.items()
         }
+        # How far each row was ever written since it was handed out: behind there all is padding.
+        self._written = {name: [0] * (num_rows + 1) for name in self.tables}
+        self._padding = np.full(max(table.shape[1] for table in self.tables.values()), PADDING_PAGE, dtype=np.int32)
         self._free = list(range(num_rows, 0, -1))
         self._used: set[int] = set()
         self._changes: list[TableChange] = []
@@ -82,10 +85,10 @@ class RowPool:
             raise ValueError(f"row {row} is not handed out")
         self._used.remove(row)
         self._free.append(row)
-        for family, table in self.tables.items():
-            (named,) = (table[row] != PADDING_PAGE).nonzero()
-            if len(named):
-                self._put(family, row, 0, np.full(named[-1] + 1, PADDING_PAGE, dtype=np.int32))
+        for family, written in self._written.items():
+            if written[row]:
+                self._put(family, row, 0, self._padding[: written[row]])
+                written[row] = 0
 
     def write(self, family: str, row: int, start: int, pages: IntArray) -> None:
         """Name `pages` from entry `start` of the row on.
@@ -111,7 +114,11 @@ class RowPool:
         return changes
 
     def _put(self, family: str, row: int, start: int, pages: IntArray) -> None:
-        self.tables[family][row, start : start + len(pages)] = pages
+        end = start + len(pages)
+        self.tables[family][row, start:end] = pages
+        written = self._written[family]
+        if end > written[row]:
+            written[row] = end
         self._changes.append(TableChange(family, row, start, pages))
 
 

@@ -191,7 +191,9 @@ class Scheduler:
         both = (*self.running, *self.waiting)
         late = [request for request in both if request.deadline_s <= now]
         # A request's time never changes, so none is due before this.
-        self._next_deadline_s = min((request.deadline_s for request in both if request.deadline_s > now), default=math.inf)
+        self._next_deadline_s = min(
+            (request.deadline_s for request in both if request.deadline_s > now), default=math.inf
+        )
         for request in late:
             if request.status is RequestStatus.WAITING:
                 self.waiting.remove(request)
@@ -203,7 +205,9 @@ class Scheduler:
         retracted = False
         while self.running:
             chunks = self._chunks_of_running()
-            wanted = plan([extend(request.kv, end) for request, _, end, _ in chunks if end > request.kv.kv_allocated_len])
+            wanted = plan(
+                [extend(request.kv, end) for request, _, end, _ in chunks if end > request.kv.kv_allocated_len]
+            )
             lacking = self.allocator.lacking_pages(wanted)
             if not lacking:
                 if not self._take(wanted):
