@@ -160,7 +160,7 @@ def page_places(positions: IntArray, page_size: int) -> tuple[IntArray, IntArray
 def slots_at(
     tables: IntArray, owners: npt.NDArray[np.integer], places: tuple[IntArray, IntArray], page_size: int
 ) -> npt.NDArray[np.int64]:
-    """Slots of tokens, each somewhere (`page_places`) in its owner's row of `tables`, int32 [rows, pages]; int64 [n]."""
+    """Slots of tokens at their `page_places` in their owners' rows of `tables`, int32 [rows, pages]; int64 [n]."""
     page, offset = places
     slots: npt.NDArray[np.int64] = np.multiply(tables[owners, page], page_size, dtype=np.int64)
     slots += offset

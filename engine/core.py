@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -258,7 +258,7 @@ class EngineCore:
         request = self._requests.get(request_id)
         if request is None:
             return False
-        members = (request, *request.siblings)
+        members = [request, *request.siblings]
         if self.scheduler.abort(request):
             self._forget_finished(members)
         return True
@@ -334,8 +334,7 @@ class EngineCore:
             self._status.write(self.stats())
         return self._forget_finished(changed)
 
-    def _forget_finished(self, requests: Iterable[Request]) -> list[Request]:
-        changed = list(requests)
+    def _forget_finished(self, changed: list[Request]) -> list[Request]:
         for request in changed:
             if request.finish is not None:
                 self._requests.pop(request.id, None)

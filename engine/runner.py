@@ -78,6 +78,7 @@ class ModelRunner:
         self._on_host: Counter[str] = Counter()
         self._running: deque[_Running] = deque()
         self._inference = torch.inference_mode()  # made once: that takes longer than many of a step's columns
+        self._no_token = torch.tensor(-1, device=device.torch_device)
         self._sampled = torch.empty(0, dtype=torch.int64, device=device.torch_device)
         self._groups = AttentionGroups(device, model.config, geometry)
         self._graphs = DecodeGraphs(model, device, kv.layers, geometry, graph_sizes) if graph_sizes else None
@@ -111,7 +112,7 @@ class ModelRunner:
         sampled = choose(logits)
         if sampled.on_host:
             self._on_host.update(sampled.on_host)
-        results = self._sampled = torch.where(sampled.is_finite, sampled.token_ids, -1)
+        results = self._sampled = torch.where(sampled.is_finite, sampled.token_ids, self._no_token)
         if where is not None:
             # A chunk without logits is judged by its last hidden state: attention carries a NaN of its KV there. Times
             # 0 only what is not finite becomes NaN, in fewer passes than `isfinite` takes.

@@ -117,8 +117,7 @@ class RowPool:
         end = start + len(pages)
         self.tables[family][row, start:end] = pages
         written = self._written[family]
-        if end > written[row]:
-            written[row] = end
+        written[row] = max(written[row], end)
         self._changes.append(TableChange(family, row, start, pages))
 
 

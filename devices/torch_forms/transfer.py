@@ -10,5 +10,7 @@ import torch
 
 def placed(array: npt.NDArray[Any], device: torch.device, into: torch.Tensor | None = None) -> torch.Tensor:
     """The array's values on the device; on the CPU the array itself, unless `into` takes them."""
-    on_device = torch.from_numpy(array).to(device)
-    return on_device if into is None else into.copy_(on_device)
+    on_host = torch.from_numpy(array)
+    if into is not None:
+        return into.copy_(on_host)
+    return on_host if device.type == "cpu" else on_host.to(device)

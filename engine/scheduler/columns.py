@@ -15,7 +15,6 @@ from engine.request import Request, TokenLogprob
 from engine.step import SamplingColumns, ScoreColumns, Scores, StepInput, refer
 from mem_cache.rows import PageCopy, TableChange
 
-
 Chunk = tuple[Request, int, int, bool]
 """`(request, num_new, end, is_sampled)`: `num_new` tokens of a request in one step, after which `end` tokens of its row
 are written, and whether a token follows the last of them. A plain tuple: a step makes one for each of its requests."""

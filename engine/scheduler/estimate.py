@@ -6,7 +6,7 @@ falls a little with every step that needed no retraction, and is set from the fa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 INITIAL_SHARE = 0.7
@@ -39,13 +39,13 @@ class OutputEstimate:
 
     conservativeness: float = 1.0
     share: float = 0.0
+    _initial: float = field(init=False)
+    _least: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self._initial = min(1.0, INITIAL_SHARE * self.conservativeness)
+        self._least = self._initial * MINIMUM_OF_INITIAL
         self.reset()
-
-    @property
-    def _initial(self) -> float:
-        return min(1.0, INITIAL_SHARE * self.conservativeness)
 
     def reset(self) -> None:
         """Nothing runs: forget what the last load taught."""
@@ -58,8 +58,7 @@ class OutputEstimate:
 
     def step_passed(self) -> None:
         """A step needed no retraction."""
-        low = self._initial * MINIMUM_OF_INITIAL
-        self.share = max(low, self.share - (self._initial - low) / STEPS_TO_MINIMUM)
+        self.share = max(self._least, self.share - (self._initial - self._least) / STEPS_TO_MINIMUM)
 
     def retracted(self, survivors: list[HasOutput]) -> None:
         """A retraction was needed; the survivors' outputs say what the share should have been."""

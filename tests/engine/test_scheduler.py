@@ -198,6 +198,38 @@ def test_a_stream_that_is_retracted_after_any_token_repeats_and_loses_nothing(ti
     assert_idle(llm)
 
 
+def test_a_request_that_comes_back_in_another_row_is_computed_there(tiny_path, plain):
+    """With pages of one token it comes back with one token to compute, and the batch looks as it did before."""
+    llm = make_llm(tiny_path, page_size=1, max_total_tokens=256)
+    prompts = [ids(1, 9), ids(2, 12)]
+    requests = [add(llm, prompt) for prompt in prompts]
+    steps = record_steps(llm)
+    while requests[1].num_output < 4:
+        llm.core.step()
+    row, free = requests[1].kv.row, llm.core.allocator.rows._free
+    llm.core.scheduler.retract(requests[1])
+    free.insert(0, free.pop())  # the row that is taken next is another
+    llm.core.step()
+    assert steps[-1].num_new.tolist() == [1, 1]
+    assert steps[-1].rows.tolist() == [request.kv.row for request in requests]
+    assert requests[1].kv.row != row
+    finish(llm)
+    assert [request.output_ids for request in requests] == [plain(prompt) for prompt in prompts]
+
+
+def test_a_batch_that_stays_keeps_its_columns(tiny_path):
+    llm = make_llm(tiny_path, max_total_tokens=256)
+    for seed in (1, 2):
+        add(llm, ids(seed, 9), up_to(3 + seed))
+    steps = record_steps(llm)
+    finish(llm)
+    first, second, third, fourth = steps[1:5]
+    assert second.rows is first.rows and third.rows is first.rows
+    assert third.starts.tolist() == [start + 2 for start in first.starts.tolist()]
+    assert third.sampling.position.tolist() == [position + 2 for position in first.sampling.position.tolist()]
+    assert fourth.rows.tolist() == first.rows.tolist()[1:], "the first has ended"
+
+
 def test_retracted_requests_come_back_before_every_waiting_one_of_their_priority():
     @dataclass
     class Waiting:

@@ -101,6 +101,20 @@ FAULTS = (
         "deadlines",
     ),
     Fault(
+        "only the next deadline is known",
+        f"{SCHEDULER}._end_late",
+        "self._next_deadline_s = min(",
+        "self._next_deadline_s = math.inf or min(",
+        "deadlines",
+    ),
+    Fault(
+        "a deadline before the next is not noted",
+        f"{SCHEDULER}.add",
+        "min(self._next_deadline_s, member.deadline_s)",
+        "member.deadline_s if self._next_deadline_s == math.inf else self._next_deadline_s",
+        "deadlines",
+    ),
+    Fault(
         "a preempted request stays in the step",
         f"{SCHEDULER}._preempted_by",
         "chunk[0] is not victim",
