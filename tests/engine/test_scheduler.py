@@ -224,7 +224,7 @@ def test_a_batch_that_stays_keeps_its_columns(tiny_path):
     steps = record_steps(llm)
     finish(llm)
     first, second, third, fourth = steps[1:5]
-    assert second.rows is first.rows and third.rows is first.rows
+    assert first.rows is second.rows is third.rows
     assert third.starts.tolist() == [start + 2 for start in first.starts.tolist()]
     assert third.sampling.position.tolist() == [position + 2 for position in first.sampling.position.tolist()]
     assert fourth.rows.tolist() == first.rows.tolist()[1:], "the first has ended"
