@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from devices.base import Capabilities
@@ -391,12 +391,15 @@ class Scheduler:
         first = 0
         for chunk, n, is_finite in zip(launched.chunks, num_tokens, output.is_finite.tolist(), strict=True):
             if chunk[0] not in unwanted:
-                changed += self._result_of(chunk, token_ids[first : first + n], is_finite)
+                if ended := self._result_of(chunk, token_ids[first : first + n], is_finite):
+                    changed += ended
+                elif n:
+                    changed.append(chunk[0])
             first += n
         return changed
 
-    def _result_of(self, chunk: Chunk, new_tokens: list[int], is_finite: bool) -> list[Request]:
-        """Commit one request's part of a step; returns it when it has a new token or ended, with what ended with it."""
+    def _result_of(self, chunk: Chunk, new_tokens: list[int], is_finite: bool) -> Sequence[Request]:
+        """Commit one request's part of a step; returns it when it ended, with what ended with it."""
         request, num_new, end, is_sampled = chunk
         record = request.kv
         record.commit(end)
@@ -421,7 +424,7 @@ class Scheduler:
             finish = request.append(token_id)
             if finish is not None:
                 return self._end(request, finish)
-        return [request] if new_tokens else []
+        return ()
 
     def _fork_siblings(self, request: Request) -> None:
         """Let the other answers start from the prompt's KV: each computes the last prompt token and draws its own."""

@@ -43,9 +43,9 @@ FAULTS = (
     ),
     Fault(
         "a request is named twice",
-        f"{SCHEDULER}._result_of",
-        "return [request] if new_tokens",
-        "return [request, request] if new_tokens",
+        f"{SCHEDULER}.process",
+        "changed.append(chunk[0])",
+        "changed += [chunk[0], chunk[0]]",
         "reports",
     ),
     Fault(
