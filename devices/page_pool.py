@@ -116,12 +116,13 @@ class PagePool:
         if len(pages) == 0:
             return
         places = pages.astype(np.intp)
-        owners = self._owners_of(places, "release")
+        owners, most = self._owners_of(places, "release")
         if self._names_twice(places):
             raise PageError(f"release names a page twice: {pages.tolist()[:16]}")
-        owners -= 1
-        self._refs[places] = owners
-        ownerless = pages[owners == 0]
+        ownerless = pages
+        if most > 1:
+            ownerless = pages[owners == 1]
+        self._refs[places] = owners - 1
         if len(ownerless) == 0:
             return
         if self._fences:
@@ -174,16 +175,17 @@ class PagePool:
         if self.on_free is not None:
             self.on_free(pages)
 
-    def _owners_of(self, pages: npt.NDArray[np.intp], verb: str) -> IntArray:
-        """Owners of each page, a copy. Raises PageError when one has none."""
+    def _owners_of(self, pages: npt.NDArray[np.intp], verb: str) -> tuple[IntArray, int]:
+        """Owners of each page, a copy, and the most that one has. Raises PageError when one has none."""
         least, largest = _bounds(pages)
         if not 0 < least <= largest <= self.num_pages:
             raise PageError(f"{verb} of page {pages.tolist()[:16]}: ids are 1..{self.num_pages}")
         owners: IntArray = self._refs[pages]
-        if _bounds(owners)[0] < 1:
+        fewest, most = _bounds(owners)
+        if fewest < 1:
             ownerless = pages[owners < 1].tolist()
             raise PageError(f"{verb} of pages {ownerless[:16]} of family {self.family!r}: they have no owner")
-        return owners
+        return owners, most
 
     def _names_twice(self, pages: npt.NDArray[np.intp]) -> bool:
         if len(pages) <= FEW:

@@ -128,5 +128,5 @@ FAULTS = (
         "audit",
         "trouble",
     ),
-    Fault("release frees shared pages", f"{POOL}.release", "pages[owners == 0]", "pages", "audit"),
+    Fault("release frees shared pages", f"{POOL}.release", "pages[owners == 1]", "pages", "audit"),
 )
