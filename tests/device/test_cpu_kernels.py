@@ -230,13 +230,14 @@ class Pages:
 def is_laid_out(backend: KernelAttention, dtype: torch.dtype, pages: torch.Tensor) -> bool:
     """Whether the kernel keeps pages [pages, heads, page_size, dim] in the order of attention_pairs.h."""
     lanes = ctypes.c_int.in_dll(LIBRARY, "packed_lanes").value
-    is_pairs = backend._multiplies_pairs and dtype == pages.dtype == torch.bfloat16
+    is_pairs = backend._functions[dtype, dtype] is LIBRARY.attention_pairs and dtype == pages.dtype == torch.bfloat16
     return is_pairs and pages.shape[2] % lanes == 0 and pages.shape[3] % lanes == 0
 
 
 def laid_out(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Pages [pages, heads, page_size, dim] in that order, of the same shape."""
-    keys, values = k.unflatten(3, (-1, 2)), v.unflatten(2, (-1, 2))
+    pages, heads, page_size, dim = k.shape
+    keys, values = k.view(pages, heads, page_size, dim // 2, 2), v.view(pages, heads, page_size // 2, 2, dim)
     return keys.transpose(2, 3).reshape(k.shape), values.transpose(3, 4).reshape(v.shape)
 
 
