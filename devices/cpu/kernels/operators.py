@@ -99,6 +99,15 @@ class KernelOperators:
         run(x.data_ptr(), x.stride(0), *addresses, tokens, heads, dim // 2, torch.get_num_threads())
         return out
 
+    def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        rows, size = logits.shape
+        best, places = logits.new_empty(rows), torch.empty(rows, dtype=torch.int64)
+        run, threads = self._library.largest_f32, torch.get_num_threads()
+        run(logits.data_ptr(), logits.stride(0), best.data_ptr(), places.data_ptr(), rows, size, threads)
+        return best, places
+
     def _function(self, name: str, x: torch.Tensor) -> Callable[..., None]:
         """The kernel for the type of `x`; it takes addresses, sizes and, last, the number of threads."""
         function: Callable[..., None] = self._functions[name, x.dtype]
