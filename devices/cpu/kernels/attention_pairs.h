@@ -16,6 +16,7 @@
 #include "pairs.h"
 
 constexpr int PARTS = BLOCK / LANES;  // a block is read in parts of LANES positions
+constexpr int TOGETHER = 4;           // rows whose scores become weights at the same time
 
 static bool is_laid_out(const Shape &s) { return s.page_size % LANES == 0 && s.dim % LANES == 0; }
 
@@ -27,16 +28,15 @@ struct Block {
 
 struct PairScratch {
     long dim, columns, words;
-    std::vector<float> memory;
-    std::vector<float> best, total, shrink;
+    std::vector<float> memory, best, total, shrink;
     uint32_t *keys, *values;  // [words][BLOCK], [BLOCK / 2][columns]
     float *sums, *scores;
     bf16 *weights;
 
-    PairScratch(long rows, long dim)
-        : dim(dim), columns(whole_pairs(dim)), words(whole_pairs(dim) / 2),
-          memory(words * BLOCK + columns * BLOCK / 2 + rows * (columns + BLOCK + BLOCK / 2) + ALIGN), best(rows),
-          total(rows), shrink(rows) {
+    PairScratch(long most_rows, long dim) : dim(dim), columns(whole_pairs(dim)), words(whole_pairs(dim) / 2) {
+        long rows = (most_rows + TOGETHER - 1) / TOGETHER * TOGETHER;
+        memory.resize(words * BLOCK + columns * BLOCK / 2 + rows * (columns + BLOCK + BLOCK / 2) + ALIGN);
+        for (auto *column : {&best, &total, &shrink}) column->resize(rows);
         keys = (uint32_t *)aligned(memory.data());
         values = keys + words * BLOCK;
         sums = (float *)(values + columns * BLOCK / 2);
@@ -146,38 +146,40 @@ static void score(PairScratch &w, const Block &block, const Block &next, long ro
     if constexpr (ROWS > 1) score<fewer(ROWS)>(w, block, next, row, rows, query);
 }
 
-// The scores of places [begin, end) of a row become weights, those of others 0; `best` and `total` run along, and
-// `shrink` is what older sums are multiplied with.
-static void weigh(PairScratch &w, long row, float scale, long begin, long end) {
+// Places [begin, end) of a block are what a row sees of it; none of it when begin >= end.
+struct Seen {
+    int begin, end;
+};
+
+// The scores of what each of TOGETHER rows sees become weights, those of other places 0; `best` and `total` run along,
+// and `shrink` is what older sums are multiplied with. Together, because each step of it waits for the one before.
+static void weigh(PairScratch &w, long row, float scale, const Seen *seen) {
     typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
-    if (begin >= end) {
-        std::fill(w.weights + row * BLOCK, w.weights + (row + 1) * BLOCK, bf16(0));
-        w.shrink[row] = 1;
-        return;
-    }
     Ints lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
-    Vec scores[PARTS], most = Vec{} - INFINITY, sum = {};
-    for (int i = 0; i < PARTS; i++) {
-        Ints place = lane + i * LANES;
-        scores[i] = *(const Vec *)(w.scores + row * BLOCK + i * LANES) * scale;
-        scores[i] = (place >= int(begin)) & (place < int(end)) ? scores[i] : Vec{} - INFINITY;
-        most = scores[i] > most ? scores[i] : most;
+    Vec scores[TOGETHER][PARTS], most[TOGETHER], sum[TOGETHER] = {};
+    for (int r = 0; r < TOGETHER; r++) {
+        most[r] = Vec{} - INFINITY;
+        for (int i = 0; i < PARTS; i++) {
+            Ints place = lane + i * LANES;
+            Vec score = *(const Vec *)(w.scores + (row + r) * BLOCK + i * LANES) * scale;
+            scores[r][i] = (place >= seen[r].begin) & (place < seen[r].end) ? score : Vec{} - INFINITY;
+            most[r] = scores[r][i] > most[r] ? scores[r][i] : most[r];
+        }
     }
-    Quad parts[LANES / 4];
-    std::memcpy(parts, &most, sizeof most);
-    for (int i = 1; i < LANES / 4; i++) parts[0] = parts[i] > parts[0] ? parts[i] : parts[0];
-    float best = w.best[row];
-    for (int i = 0; i < 4; i++) best = parts[0][i] > best ? parts[0][i] : best;
-    w.shrink[row] = best == w.best[row] ? 1 : exp_of(w.best[row] - best);
-    for (int i = 0; i < PARTS; i++) {
-        Vec weights = scores[i] == -INFINITY ? Vec{} : exp_of(scores[i] - best);
-        sum += weights;
-        put(w.weights + row * BLOCK + i * LANES, weights);
-    }
-    Quad part = folded(sum);
-    w.total[row] = w.total[row] * w.shrink[row] + (part[0] + part[1] + part[2] + part[3]);
-    w.best[row] = best;
+    Quad *bests = (Quad *)&w.best[row], *totals = (Quad *)&w.total[row], old = *bests;
+    Quad best = maxima(most[0], most[1], most[2], most[3]);
+    best = best > old ? best : old;
+    Quad shrink = best == old ? Quad{} + 1 : exp_of(old - best);
+    for (int r = 0; r < TOGETHER; r++)
+        for (int i = 0; i < PARTS; i++) {
+            Vec weights = scores[r][i] == -INFINITY ? Vec{} : exp_of(scores[r][i] - best[r]);
+            sum[r] += weights;
+            put(w.weights + (row + r) * BLOCK + i * LANES, weights);
+        }
+    *bests = best;
+    *totals = *totals * shrink + sums(sum[0], sum[1], sum[2], sum[3]);
+    put(&w.shrink[row], shrink);
 }
 
 // sums[row] = shrink[row] * sums[row] + weights[row] * values, of VECTORS registers of columns, ROWS rows from `row` on.
@@ -236,9 +238,13 @@ static void task_of_pairs(const bf16 *q, long q_stride, bf16 *out, const bf16 *k
         } else next = block = w.copy(k_pages, v_pages, table, s, kv_head, from, to);
         score<8>(w, block, next, 0, rows, query);
         long start = from / BLOCK * BLOCK;
-        for (long row = 0; row < rows; row++) {
-            long position = first + row / group;
-            weigh(w, row, s.scale, std::max(from, oldest(position)) - start, std::min(to, position + 1) - start);
+        for (long row = 0; row < rows; row += TOGETHER) {
+            Seen seen[TOGETHER] = {};
+            for (long r = 0; r < TOGETHER && row + r < rows; r++) {
+                long position = first + (row + r) / group;
+                seen[r] = {int(std::max(from, oldest(position)) - start), int(std::min(to, position + 1) - start)};
+            }
+            weigh(w, row, s.scale, seen);
         }
         gather<8>(w, block, next, 0, rows);
     }
