@@ -52,8 +52,11 @@ class Bf16Weight:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """See `devices.base.PackedWeight.rows`."""
+        ids, (num_rows, size) = ids.contiguous(), self._shape
         numbers = ids.numpy()
-        if len(numbers) and (numbers.min() < 0 or numbers.max() >= self._shape[0]):
-            raise IndexError(f"rows {numbers.min()} to {numbers.max()} of a weight with {self._shape[0]}")
-        width = self._panels.shape[2]
-        return self._panels[ids // width, :, ids % width].flatten(1)
+        if len(numbers) and (numbers.min() < 0 or numbers.max() >= num_rows):
+            raise IndexError(f"rows {numbers.min()} to {numbers.max()} of a weight with {num_rows}")
+        out = torch.empty(len(ids), size, dtype=torch.bfloat16)
+        addresses = (self._panels.data_ptr(), ids.data_ptr(), out.data_ptr())
+        self._library.bf16_rows(*addresses, len(ids), size // 2, torch.get_num_threads())
+        return out
