@@ -98,9 +98,9 @@ class ModelRunner:
 
     def _begun(self, step: StepInput) -> _Running:
         called = time.perf_counter()
-        stage = self._device.stage
+        stage, find = self._device.stage, self._device.operators.largest
         forward = self._prepare(step)
-        choose = chooser(step.sampling, step.edits, step.allowed, self._device.sampler, self._vocab_size)
+        choose = chooser(step.sampling, step.edits, step.allowed, self._device.sampler, self._vocab_size, find)
         samples_all = len(step.sampling.seed) == len(step.rows)
         where = None if samples_all else stage(np.flatnonzero(step.is_sampled))
         wanted = None if step.scores is None else WantedScores.of(step.scores, stage)
