@@ -112,6 +112,7 @@ class ModelRunner:
         sampled = choose(logits)
         if sampled.on_host:
             self._on_host.update(sampled.on_host)
+        # What is not finite in a hidden state is not finite in its logits either.
         results = self._sampled = torch.where(sampled.is_finite, sampled.token_ids, self._no_token)
         if where is not None:
             # A chunk without logits is judged by its last hidden state: attention carries a NaN of its KV there. Times

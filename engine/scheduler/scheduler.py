@@ -18,14 +18,14 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from devices.base import Capabilities
-from devices.page_pool import Fence, OutOfPages
+from devices.page_pool import OutOfPages
 from devices.pages import IntArray, align_resume, floor_page, page_count
 from engine.request import Finish, Request, RequestStatus
-from engine.scheduler.columns import Batch, Chunk, Score, deliver_scores, step_input
+from engine.scheduler.columns import Batch, Chunk, deliver_scores, step_input
 from engine.scheduler.estimate import OutputEstimate
+from engine.scheduler.launched import LaunchedStep
 from engine.scheduler.queue import WaitingQueue
 from engine.step import StepInput, StepOutput
 from mem_cache.allocation import KvAllocator
@@ -34,26 +34,6 @@ from mem_cache.kv_info import ReqKvInfo, Turn
 from mem_cache.rows import OutOfRows
 from mem_cache.tree.misses import MissReason
 from session.session import Session
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """A step on its way, and the fences that keep its requests' pages until its result is here.
-
-    Attributes:
-        unwanted: its requests that ended or were retracted since: nobody wants their part of the result.
-    """
-
-    step: StepInput
-    chunks: list[Chunk]
-    sampled: tuple[Request, ...]
-    scored: list[Score]
-    fences: dict[str, Fence]
-    unwanted: set[Request] = field(default_factory=set)
-
-    def awaits(self, request: Request) -> bool:
-        """Whether the request waits for its part of the result."""
-        return request not in self.unwanted and any(other is request for other, _, _, _ in self.chunks)
 
 
 class Scheduler:
@@ -386,7 +366,7 @@ class Scheduler:
         unwanted, token_ids = launched.unwanted, output.token_ids.tolist()
         num_tokens = output.num_tokens.tolist()
         if output.scores is not None:
-            deliver_scores(launched.scored, output.scores, _first_tokens(launched, num_tokens, token_ids), unwanted)
+            deliver_scores(launched.scored, output.scores, launched.first_tokens(num_tokens, token_ids), unwanted)
         changed: list[Request] = []
         first = 0
         for chunk, n, is_finite in zip(launched.chunks, num_tokens, output.is_finite.tolist(), strict=True):
@@ -496,16 +476,6 @@ def _end_turn(request: Request, session: Session, turn: Turn, finish: Finish, *,
         session.finish(turn, request.prompt_len, request.num_known, now)
     else:
         session.abort(turn, request.num_known, now, trust_kv=trust_kv)
-
-
-def _first_tokens(launched: LaunchedStep, num_tokens: list[int], token_ids: list[int]) -> dict[Request, int]:
-    """The first new token of each request that has one."""
-    firsts, first = {}, 0
-    for (request, _, _, _), n in zip(launched.chunks, num_tokens, strict=True):
-        if n:
-            firsts[request] = token_ids[first]
-        first += n
-    return firsts
 
 
 def _loss(request: Request) -> tuple[int, int, int, int]:
