@@ -33,9 +33,10 @@ class Batch(NamedTuple):
 
     Attributes:
         requests, num_new, is_sampled: of the step; the others follow from them.
-        sampled: the requests that it samples; settings: their sampling, with positions of the step it was made for.
-        edits_logits, has_grammar, has_scores: whether one of them edits logits or has a grammar, whether one of all
-            wants logprobs.
+        sampled: the requests that it samples.
+        rows, lengths, samples: of all requests, int32, int32 and bool [batch]; lengths are `num_new`.
+        settings: the sampling of those that are sampled; each step says its positions (`SamplingColumns.at`).
+        edits_logits, has_grammar: whether a sampled one does; has_scores: whether any wants logprobs.
     """
 
     requests: tuple[Request, ...]
