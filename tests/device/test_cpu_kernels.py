@@ -193,10 +193,17 @@ def test_rotation_of_heads_in_a_wider_row(dtype: torch.dtype, dim: int, tokens: 
 
 
 class Pages:
-    """A step on shuffled pages; keys and values of earlier tokens are there, every other slot is NaN."""
+    """A step on shuffled pages; keys and values of earlier tokens of the window are there, every other slot is NaN."""
 
     def __init__(
-        self, lengths: list[int], news: list[int], heads: tuple[int, int], dim: int, page_size: int, kv: torch.dtype
+        self,
+        lengths: list[int],
+        news: list[int],
+        heads: tuple[int, int],
+        dim: int,
+        page_size: int,
+        kv: torch.dtype,
+        window: int | None = None,
     ) -> None:
         self.heads, self.dim = heads, dim
         num_pages = [page_count(n, page_size) for n in lengths]
@@ -211,7 +218,8 @@ class Pages:
         self.kv = kv
         shape = (sum(num_pages) + 1, heads[1], page_size, dim)
         self.k, self.v = (torch.full(shape, float("nan")).to(kv) for _ in "kv")
-        old = ragged_slots(tables, np.zeros_like(past), past, page_size)
+        gone = np.zeros_like(past) if window is None else np.maximum(past + 1 - window, 0)
+        old = ragged_slots(tables, gone, past - gone, page_size)
         for seed, side in enumerate((self.k, self.v)):
             side[old // page_size, :, old % page_size] = draw(len(old), heads[1], dim, dtype=kv, seed=10 + seed)
 
@@ -269,7 +277,7 @@ def test_attention_over_pages(
 ) -> None:
     shapes = itertools.product((32, 64, 96, 128, 8), (1, 16, 128), (None, 40))
     for dim, page_size, window in list(shapes)[:: 3 if step == "decode" else 7]:
-        pages = Pages(*STEPS[step], heads, dim, page_size, kv)
+        pages = Pages(*STEPS[step], heads, dim, page_size, kv, window)
         got, *got_kv = pages.run(KernelAttention(LIBRARY, has_fast_bf16, *heads, dim, window), dtype)
         if not STEPS[step][0]:
             assert got.shape == (0, heads[0], dim)
