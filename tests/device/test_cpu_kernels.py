@@ -223,10 +223,14 @@ class Pages:
         for seed, side in enumerate((self.k, self.v)):
             side[old // page_size, :, old % page_size] = draw(len(old), heads[1], dim, dtype=kv, seed=10 + seed)
 
-    def run(self, backend: AttentionBackend, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def run(
+        self, backend: AttentionBackend, dtype: torch.dtype, scale: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The step's result, and keys and values behind it; queries are `scale` times as large."""
         tokens, (num_heads, num_kv_heads) = len(self.step.slots), self.heads
         row = draw(tokens, num_heads + 2 * num_kv_heads, self.dim, dtype=dtype, seed=5)
         q, k, v = torch.split(row, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        q = q * scale
         backend.plan(self.step)
         if not isinstance(backend, KernelAttention) or not is_laid_out(backend, dtype, self.k):
             layer = KvLayer(self.k.clone(), self.v.clone(), 0)
@@ -287,6 +291,14 @@ def test_attention_over_pages(
         assert_near(got, want.to(dtype))
         for one, other in zip(got_kv, want_kv, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("dtype", "kv", "has_fast_bf16"), FORMS_OF_ATTENTION, ids=str)
+def test_scores_far_apart_do_not_overflow(dtype: torch.dtype, kv: torch.dtype, has_fast_bf16: bool) -> None:
+    pages = Pages([150, 70], [1, 70], (3, 3), 64, 16, kv)
+    got, *_ = pages.run(KernelAttention(LIBRARY, has_fast_bf16, 3, 3, 64), dtype, scale=100.0)
+    want, *_ = pages.run(_exact(PagedAttention(3, 3, 64)), dtype, scale=100.0)
+    assert_near(got, want.to(dtype))
 
 
 def _exact(backend: PagedAttention) -> AttentionBackend:
