@@ -107,6 +107,40 @@ static inline Vec halves(const uint16_t *p) {
 #endif
 }
 
+typedef int32_t FourInts __attribute__((vector_size(16)));
+
+// `join` of all lanes.
+template <class Join> static inline int32_t joined_lanes(Ints x, Join join) {
+    FourInts parts[LANES / 4];
+    std::memcpy(parts, &x, sizeof x);
+    FourInts all = parts[0];
+    for (int i = 1; i < LANES / 4; i++) all = join(all, parts[i]);
+    all = join(all, __builtin_shuffle(all, FourInts{2, 3, 0, 1}));
+    return join(all, __builtin_shuffle(all, FourInts{1, 0, 3, 2}))[0];
+}
+static inline int32_t sum_of_lanes(Ints x) {
+    return joined_lanes(x, [](FourInts a, FourInts b) { return a + b; });
+}
+static inline int32_t largest_lane(Ints x) {
+    return joined_lanes(x, [](FourInts a, FourInts b) { return a > b ? a : b; });
+}
+
+// The integers nearest to x, which has none beyond 8 bits, NaN aside: adding 1.5 * 2^23 leaves them in the low bits.
+static inline Ints rounded_bytes(Vec x) { return (Ints)(x + 12582912.f) << 24 >> 24; }
+
+// The low bytes of the lanes of a pair, in the order of its elements.
+template <class T> static inline void put_bytes(uint8_t *to, Ints low, Ints high) {
+    typedef uint16_t Words __attribute__((vector_size(LANES * 2)));
+    typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+    if (same<T, bf16>) {  // they alternate
+        Words words = __builtin_convertvector((low & 255) | (high & 255) << 8, Words);
+        std::memcpy(to, &words, sizeof words);
+    } else {
+        Bytes bytes[2] = {__builtin_convertvector(low, Bytes), __builtin_convertvector(high, Bytes)};
+        std::memcpy(to, bytes, sizeof bytes);
+    }
+}
+
 // Rows of x in 8 bits: x = scale * quant; `start` is what a sum begins with (the zero of the weight times -sum(quant)),
 // `total` is scale * sum(quant), which a minimum is multiplied with.
 struct Rounded {
@@ -122,24 +156,27 @@ struct Rounded {
         total = scale + rows * blocks;
     }
 
-    // `count` elements, then zeros. An infinity or NaN makes the scale NaN, and so the whole row of y.
+    // The first `count` elements, then zeros. An infinity or NaN makes the scale NaN, and so the whole row of y.
     template <class T> void block(long at, const T *x, long count, int zero) {
-        float in[BLOCK] = {}, largest = 0, poison = 0;
-        for (long i = 0; i < count; i++) in[i] = widen(x[i]);
-        for (long i = 0; i < BLOCK; i++) {
-            largest = std::fabs(in[i]) > largest ? std::fabs(in[i]) : largest;
-            poison += in[i] * 0;
+        constexpr int PAIRS = BLOCK / PAIR;
+        Pair in[PAIRS];
+        Ints sizes = {}, sums = {};  // bits of floats without a sign are in their order, NaN above infinity
+        for (int i = 0; i < PAIRS; i++) {
+            long left = count - i * PAIR;
+            in[i] = left >= PAIR ? load(x + i * PAIR) : left > 0 ? load_some(x + i * PAIR, left) : Pair{};
+            Ints low = (Ints)in[i].low & INT32_MAX, high = (Ints)in[i].high & INT32_MAX;
+            sizes = low > sizes ? low : sizes;
+            sizes = high > sizes ? high : sizes;
         }
-        float inverse = largest > 1e-30f ? 127 / largest : 0;
-        int32_t sum = 0;
-        int8_t *to = (int8_t *)(quads + at * QUADS);
-        for (long i = 0; i < BLOCK; i++) {
-            int8_t quant = int8_t(bits_as<uint32_t>(in[i] * inverse + 12582912.f));  // 1.5 * 2^23: rounds
-            to[i] = quant;
-            sum += quant;
+        float largest = bits_as<float>(largest_lane(sizes)), inverse = largest > 1e-30f ? 127 / largest : 0;
+        for (int i = 0; i < PAIRS; i++) {
+            Ints low = rounded_bytes(in[i].low * inverse), high = rounded_bytes(in[i].high * inverse);
+            put_bytes<T>((uint8_t *)(quads + at * QUADS) + i * PAIR, low, high);
+            sums += low + high;
         }
+        int32_t sum = sum_of_lanes(sums);
         start[at] = -zero * sum;
-        scale[at] = largest * (1.f / 127) + poison;
+        scale[at] = largest * (1.f / 127) + largest * 0;
         total[at] = scale[at] * sum;
     }
 };
@@ -226,10 +263,9 @@ static void linear(const T *x, long x_stride, const Packed &w, const T *bias, Y 
     for (long first = 0; first < rows; first += chunk) {
         long count = rows - first < chunk ? rows - first : chunk;
 #pragma omp for schedule(static)
-        for (long at = 0; at < count * blocks; at++) {
-            long row = first + at / blocks, column = at % blocks * BLOCK;
-            rounded.block(at, x + row * x_stride + column, w.ins - column < BLOCK ? w.ins - column : BLOCK, zero);
-        }
+        for (long row = 0; row < count; row++)
+            for (long b = 0; b < blocks; b++)
+                rounded.block(row * blocks + b, x + (first + row) * x_stride + b * BLOCK, w.ins - b * BLOCK, zero);
 #pragma omp for schedule(dynamic, part)
         for (long group = 0; group < groups; group++) {
             long panel = group * PANELS;
