@@ -111,11 +111,11 @@ def test_products_of_every_shape(library: ctypes.CDLL, form: str, dtype: torch.d
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_does_not_depend_on_the_others(library: ctypes.CDLL, form: str, dtype: torch.dtype) -> None:
-    linear = KernelPackedWeight(library, weight_of(form, 83, 611), dtype).linear()
+    linear = KernelPackedWeight(library, weight_of(form, 67, 611), dtype).linear()
     x = draw(600, 611, seed=1, dtype=dtype)
     whole = linear(x)
     torch.set_num_threads(1)
-    for rows in (1, 2, 3, 4, 7, 15, 32, 33, 41, 500):
+    for rows in (1, 2, 3, 4, 7, 15, 32, 33, 44, 500):  # tiles of every size
         assert torch.equal(linear(x[5 : 5 + rows]), whole[5 : 5 + rows])
 
 
