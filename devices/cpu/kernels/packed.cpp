@@ -28,9 +28,9 @@ constexpr long AHEAD = 4096;               // bytes that are fetched before they
 // word of x is used twice. The numbers of rows are those that were fastest, with registers enough.
 constexpr long FEW_ROWS = 32;
 #ifdef __AVX512F__
-template <int PANELS> constexpr int TILE_ROWS = PANELS == 1 ? 12 : 5;
+constexpr int ONE_PANEL_ROWS = 12, TWO_PANELS_ROWS = 5;
 #else
-template <int PANELS> constexpr int TILE_ROWS = PANELS == 1 ? 4 : 2;
+constexpr int ONE_PANEL_ROWS = 4, TWO_PANELS_ROWS = 2;
 #endif
 
 // Rows of the tile for what is left of a larger one: powers of two, so that few sizes are compiled.
@@ -266,9 +266,8 @@ static void strip(const RoundedBlock<ROWS> *x, long rows, const Packed &w, long 
     }
 }
 
-template <int BITS, bool MIN, int PANELS, class T, class Y>
+template <int BITS, bool MIN, int PANELS, int ROWS, class T, class Y>
 static void linear(const T *x, long x_stride, const Packed &w, const T *bias, Y *y, long rows, int threads) {
-    constexpr int ROWS = TILE_ROWS<PANELS>;
     long blocks = w.blocks(), panels = w.panels(), groups = (panels + PANELS - 1) / PANELS;
     long chunk = CACHED_BYTES / (blocks * BLOCK) / ROWS * ROWS;
     if (chunk < ROWS) chunk = ROWS;
@@ -296,8 +295,9 @@ static void linear(const T *x, long x_stride, const Packed &w, const T *bias, Y 
 
 template <int BITS, bool MIN, class T, class Y>
 static void linear_of(const T *x, long stride, const Packed &w, const T *bias, Y *y, long rows, int threads) {
-    if (rows <= FEW_ROWS) linear<BITS, MIN, 1>(x, stride, w, bias, y, rows, threads);
-    else linear<BITS, MIN, 2>(x, stride, w, bias, y, rows, threads);
+    if (rows == 1) linear<BITS, MIN, 1, 1>(x, stride, w, bias, y, rows, threads);
+    else if (rows <= FEW_ROWS) linear<BITS, MIN, 1, ONE_PANEL_ROWS>(x, stride, w, bias, y, rows, threads);
+    else linear<BITS, MIN, 2, TWO_PANELS_ROWS>(x, stride, w, bias, y, rows, threads);
 }
 
 template <class T, class Y>
