@@ -164,7 +164,7 @@ template <int ROWS> struct RoundedBlock {
     int32_t quads[QUADS][ROWS], start[ROWS];
     float scale[ROWS], total[ROWS];
 
-    // The first `count` elements, then zeros. An infinity or NaN makes the scale NaN, and so the whole row of y.
+    // The first `count` elements, then zeros. An infinity or NaN is the scale too, and nothing of the row of y is finite.
     template <class T> void take(int row, const T *x, long count, int zero) {
         constexpr int PAIRS = BLOCK / PAIR;
         Pair in[PAIRS];
@@ -186,7 +186,7 @@ template <int ROWS> struct RoundedBlock {
         for (int v = 0; v < QUADS; v++) std::memcpy(&quads[v][row], bytes + 4 * v, 4);
         int32_t sum = sum_of_lanes(sums);
         start[row] = -zero * sum;
-        scale[row] = largest * (1.f / 127) + largest * 0;
+        scale[row] = largest * (1.f / 127);
         total[row] = scale[row] * sum;
     }
 };
