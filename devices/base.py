@@ -164,7 +164,7 @@ class NoRoomForGraph(RuntimeError):
 
 
 class Operators(Protocol):
-    """What a decoder layer computes beside attention. Weights, activations and results are of one dtype, except where
+    """What a decoder computes beside attention. Weights, activations and results are of one dtype, except where
     another is said; inputs may be views whose rows are not contiguous and are never written."""
 
     def linear(
@@ -194,6 +194,13 @@ class Operators(Protocol):
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Turn the pairs (i, i + dim / 2) of `x` [tokens, heads, dim]; cos, sin: float32 [tokens, dim / 2]."""
+        ...
+
+    def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest number of each row of float32 [rows, vocab_size], and its first place, int64; both [rows].
+
+        NaN is larger than everything.
+        """
         ...
 
 

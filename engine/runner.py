@@ -107,9 +107,9 @@ class ModelRunner:
     def launch(self, step: StepInput) -> None:
         """Begin a step behind those that were launched before; nothing here waits for the device."""
         called = time.perf_counter()
-        stage = self._device.stage
+        stage, find = self._device.stage, self._device.operators.largest
         forward = self._prepare(step)
-        choose = chooser(step.sampling, step.edits, step.allowed, self._device.sampler, self._vocab_size)
+        choose = chooser(step.sampling, step.edits, step.allowed, self._device.sampler, self._vocab_size, find)
         where = None if step.is_sampled.all() else stage(np.flatnonzero(step.is_sampled))
         wanted = None if step.scores is None else WantedScores.of(step.scores, stage)
         self._device.send()

@@ -42,3 +42,6 @@ class TritonOperators:
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return self._rotate(x, cos, sin)
+
+    def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.max(logits, dim=-1)

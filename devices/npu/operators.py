@@ -56,3 +56,6 @@ class NpuOperators:
             wide_cos, wide_sin = (torch.cat([part, part], dim=-1).to(dtype)[None, :, None] for part in (cos, sin))
             self._turns = (cos, wide_cos, wide_sin)
         return self._turns[1], self._turns[2]
+
+    def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.max(logits, dim=-1)

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from devices.base import Linear
+
+
+def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `devices.base.Operators.largest`.
+
+    On a CPU numpy's search is 4 to 10 times as fast as torch's. Row by row, because rows that do not lie one behind
+    another would be copied as a whole.
+    """
+    if not logits.is_cpu:
+        return torch.max(logits, dim=-1)
+    places = np.fromiter(map(np.ndarray.argmax, logits.numpy()), dtype=np.int64, count=len(logits))
+    ids = torch.from_numpy(places)
+    return logits.gather(-1, ids[:, None])[:, 0], ids
 
 
 class TorchOperators:
@@ -33,3 +47,6 @@ class TorchOperators:
         low, high = x.float().chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+
+    def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return largest(logits)

@@ -64,14 +64,14 @@ class DecoderLayer:
     def _attend(self, x: torch.Tensor, turns: Rotation, attention: AttentionBackend, kv: KvLayer) -> torch.Tensor:
         config, num_tokens = self.config, x.shape[0]
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        qk, v = torch.split(self.qkv(x), [self.q_size + self.kv_size, self.kv_size], dim=-1)
-        qk = qk.view(num_tokens, heads + kv_heads, dim)
+        # `split_with_sizes`, because `torch.split` takes longer to find out that it is meant.
+        qkv = self.qkv(x).view(num_tokens, heads + 2 * kv_heads, dim)
+        qk, v = qkv.split_with_sizes([heads + kv_heads, kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = torch.split(qk, [heads, kv_heads], dim=1)
+            q, k = qk.split_with_sizes([heads, kv_heads], dim=1)
             qk = torch.cat([self._norm(q, self.q_norm), self._norm(k, self.k_norm)], dim=1)
-        q, k = torch.split(self._operators.rotate(qk, turns.cos, turns.sin), [heads, kv_heads], dim=1)
-        attended = attention.forward(q, k, v.view(num_tokens, kv_heads, dim), kv)
-        return self.out(attended.reshape(num_tokens, self.q_size))
+        q, k = self._operators.rotate(qk, turns.cos, turns.sin).split_with_sizes([heads, kv_heads], dim=1)
+        return self.out(attention.forward(q, k, v, kv).reshape(num_tokens, self.q_size))
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._operators.rms_norm(x, weight, self.config.rms_norm_eps)

@@ -10,7 +10,8 @@ import torch
 
 from devices.sampling import AllowedTokens, Draws, LogitEdits, Sampler
 from devices.torch_forms.logits import changed
-from engine.sampling.sampler import Sampled, draw_on_host, sample, uniforms
+from devices.torch_forms.operators import largest
+from engine.sampling.sampler import Largest, Sampled, draw_on_host, sample, uniforms
 from engine.step import SamplingColumns
 
 Choice = Callable[[torch.Tensor], Sampled]
@@ -23,14 +24,16 @@ def chooser(
     allowed: AllowedTokens | None,
     sampler: Sampler | None,
     vocab_size: int,
+    find: Largest = largest,
 ) -> Choice:
     """Args beside the columns:
 
     edits, allowed: what happens to a copy of the logits before, in this order.
+    find: the device's `Operators.largest`, for the plain form.
     sampler: the device's own, whose columns are staged now, so that they go to it with the rest of the step.
     """
     if sampler is None:
-        return lambda logits: sample(changed(logits, edits, allowed), columns)
+        return lambda logits: sample(changed(logits, edits, allowed), columns, find)
     numbers = uniforms(columns.seed, columns.position)
     draws = Draws(columns.temperature, columns.top_k, columns.top_p, columns.min_p, numbers, edits, allowed)
     most = vocab_size if sampler.max_top_k is None else sampler.max_top_k

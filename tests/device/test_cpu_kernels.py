@@ -6,6 +6,7 @@ results and of what torch rounds on the way; fp32 results differ by the order of
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -218,9 +219,33 @@ class Pages:
         tokens, (num_heads, num_kv_heads) = len(self.step.slots), self.heads
         row = draw(tokens, num_heads + 2 * num_kv_heads, self.dim, dtype=dtype, seed=5)
         q, k, v = torch.split(row, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-        layer = KvLayer(self.k.clone(), self.v.clone(), 0)
         backend.plan(self.step)
-        return backend.forward(q, k, v, layer), layer.k, layer.v
+        if not isinstance(backend, KernelAttention) or not is_laid_out(backend, dtype, self.k):
+            layer = KvLayer(self.k.clone(), self.v.clone(), 0)
+            return backend.forward(q, k, v, layer), layer.k, layer.v
+        layer = KvLayer(*laid_out(self.k, self.v), 0)
+        return backend.forward(q, k, v, layer), *as_tokens(layer.k, layer.v)
+
+
+def is_laid_out(backend: KernelAttention, dtype: torch.dtype, pages: torch.Tensor) -> bool:
+    """Whether the kernel keeps pages [pages, heads, page_size, dim] in the order of attention_pairs.h."""
+    lanes = ctypes.c_int.in_dll(LIBRARY, "packed_lanes").value
+    is_pairs = backend._functions[dtype, dtype] is LIBRARY.attention_pairs and dtype == pages.dtype == torch.bfloat16
+    return is_pairs and pages.shape[2] % lanes == 0 and pages.shape[3] % lanes == 0
+
+
+def laid_out(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages [pages, heads, page_size, dim] in that order, of the same shape."""
+    pages, heads, page_size, dim = k.shape
+    keys, values = k.view(pages, heads, page_size, dim // 2, 2), v.view(pages, heads, page_size // 2, 2, dim)
+    return keys.transpose(2, 3).reshape(k.shape), values.transpose(3, 4).reshape(v.shape)
+
+
+def as_tokens(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `laid_out`."""
+    pages, heads, page_size, dim = k.shape
+    keys, values = k.view(pages, heads, dim // 2, page_size, 2), v.view(pages, heads, page_size // 2, dim, 2)
+    return keys.transpose(2, 3).reshape(k.shape), values.transpose(3, 4).reshape(v.shape)
 
 
 STEPS = {
@@ -283,7 +308,8 @@ def test_what_a_token_gets_depends_on_nothing_but_its_row(
         row = draw(200, heads[0] + 2 * heads[1], dim, dtype=dtype, seed=5)[199:]
         backend = KernelAttention(LIBRARY, has_fast_bf16, *heads, dim, window)
         backend.plan(alone.step)
-        got = backend.forward(row[:, :6], row[:, 6:8], row[:, 8:], KvLayer(alone.k, alone.v, 0))
+        pages = laid_out(alone.k, alone.v) if is_laid_out(backend, dtype, alone.k) else (alone.k, alone.v)
+        got = backend.forward(row[:, :6], row[:, 6:8], row[:, 8:], KvLayer(*pages, 0))
         assert torch.equal(got[0], want[199])
 
 

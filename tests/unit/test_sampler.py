@@ -9,7 +9,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from engine.sampling.sampler import CANDIDATES, Sampled, _best, _invert, _largest, sample, uniforms
+from devices.base import KernelChoice
+from devices.cpu.device import CpuDevice
+from engine.sampling.sampler import CANDIDATES, Sampled, _best, _invert, sample, uniforms
 from engine.step import SamplingColumns
 
 CRITICAL_999 = {4: 18.467, 5: 20.515, 6: 22.458, 11: 31.264, 15: 37.697}
@@ -284,16 +286,18 @@ def test_a_nucleus_smaller_than_any_number_holds_the_best_token() -> None:
     assert choose(logits, [Ask(top_p=1e-60, seed=i) for i in range(50)]) == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("cut", [0, 3])
-def test_the_largest_is_the_first_of_equals_and_nan_is_larger_than_everything(cut: int) -> None:
-    rng = np.random.default_rng(cut)
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("size", [40, 37, 1, 1024, 2 * 1024 + 33])
+def test_the_largest_is_the_first_of_equals_and_nan_is_larger_than_everything(kernels: KernelChoice, size: int) -> None:
+    rng = np.random.default_rng(size)
     rows = rng.choice(
-        np.array([-np.inf, -1.0, -0.0, 0.0, 2.0, np.inf, np.nan]), (60, 40), p=[0.3, 0.28, *[0.1] * 4, 0.02]
+        np.array([-np.inf, -1.0, -0.0, 0.0, 2.0, np.inf, np.nan]), (60, size + 3), p=[0.3, 0.28, *[0.1] * 4, 0.02]
     )
     rows[:10] = np.clip(np.nan_to_num(rows[:10], nan=0.0), -1, 2)
     rows[0] = -np.inf
-    logits = torch.from_numpy(rows.astype(np.float32))[:, : 40 - cut]
-    values, ids = _largest(logits)
+    rows[1:5, :-4] = -1.0
+    logits = torch.from_numpy(rows.astype(np.float32))[:, :size]
+    values, ids = CpuDevice(kernels).operators.largest(logits)
     for row, value, token_id in zip(logits.tolist(), values.tolist(), ids.tolist(), strict=True):
         nan = [i for i, one in enumerate(row) if np.isnan(one)]
         assert token_id == (nan[0] if nan else row.index(max(row)))

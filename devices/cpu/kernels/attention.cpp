@@ -12,7 +12,7 @@
 #include <type_traits>
 #include <vector>
 
-constexpr long BLOCK = 32;
+constexpr long BLOCK = 64;
 constexpr long TASK_ROWS = 192;  // most queries of a task: their sums and scores stay in the second-level cache
 constexpr long LEAST_ROWS = 48;  // a task is made this small when there would be few for a thread
 constexpr long TASKS_OF_A_THREAD = 8;
@@ -171,6 +171,11 @@ static void attention(const Q *q, long q_stride, const Q *k, long k_stride, cons
         std::conditional_t<PAIRS, PairScratch, Scratch<T>> scratch(positions * group, PAIRS ? s.dim : whole_pairs(s.dim));
 #pragma omp for schedule(static)
         for (long token = 0; token < tokens; token++) {
+            if constexpr (PAIRS)
+                if (is_laid_out(s)) {
+                    write_laid_out(k + token * k_stride, v + token * v_stride, k_pages, v_pages, s, slots[token]);
+                    continue;
+                }
             write(k, k_stride, k_pages, slots, s, token);
             write(v, v_stride, v_pages, slots, s, token);
         }

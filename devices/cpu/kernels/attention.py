@@ -38,10 +38,15 @@ class KernelAttention:
     ) -> None:
         """`has_fast_bf16`: the processor multiplies pairs of bf16."""
         self.window = window
-        self._library = library
         self._shape = _Shape(num_heads, num_kv_heads, head_dim, 1, window or 0, head_dim**-0.5)
         self._batch = 0
-        self._multiplies_pairs = has_fast_bf16 and head_dim % 2 == 0
+        self._functions = {
+            (q, kv): getattr(library, f"attention_{TYPE_NAMES[q]}_{TYPE_NAMES[kv]}")
+            for q in TYPE_NAMES
+            for kv in TYPE_NAMES
+        }
+        if has_fast_bf16 and head_dim % 2 == 0:
+            self._functions[torch.bfloat16, torch.bfloat16] = library.attention_pairs
 
     def plan(self, step: AttentionMetadata) -> None:
         """Keep the step's columns, in the types and the order that the kernel reads."""
@@ -67,11 +72,8 @@ class KernelAttention:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KvLayer) -> torch.Tensor:
         """See `devices.base.AttentionBackend.forward`."""
         q, k, v = with_whole_tokens(q), with_whole_tokens(k), with_whole_tokens(v)
-        out = torch.empty(q.shape, dtype=q.dtype)
-        types = f"{TYPE_NAMES[q.dtype]}_{TYPE_NAMES[layer.k.dtype]}"
-        if types == "bf16_bf16" and self._multiplies_pairs:
-            types = "pairs"
-        getattr(self._library, f"attention_{types}")(
+        out = q.new_empty(q.shape)
+        self._functions[q.dtype, layer.k.dtype](
             q.data_ptr(),
             q.stride(0),
             k.data_ptr(),

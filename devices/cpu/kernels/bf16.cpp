@@ -58,8 +58,20 @@ static void linear(const bf16 *x, long x_stride, const uint32_t *weight, const b
     }
 }
 
+// out[i] = row ids[i] of the weight. The words of a row lie far apart, so that a thread waits for many at a time.
+static void rows(const uint32_t *weight, const int64_t *ids, uint32_t *out, long count, long pairs, int threads) {
+#pragma omp parallel for num_threads(threads) if (count > 8)
+    for (long i = 0; i < count; i++) {
+        const uint32_t *from = weight + ids[i] / WIDTH * pairs * WIDTH + ids[i] % WIDTH;
+        for (long k = 0; k < pairs; k++) out[i * pairs + k] = from[k * WIDTH];
+    }
+}
+
 extern "C" {
 extern const int bf16_width = WIDTH;
+void bf16_rows(const uint32_t *weight, const int64_t *ids, uint32_t *out, long count, long pairs, int threads) {
+    rows(weight, ids, out, count, pairs, threads);
+}
 void bf16_linear_bf16(const bf16 *x, long xs, const uint32_t *w, const bf16 *b, bf16 *y, long m, long n, long k, int t) {
     linear(x, xs, w, b, y, m, n, k, t);
 }

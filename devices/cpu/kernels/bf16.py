@@ -35,13 +35,16 @@ class Bf16Weight:
         function = self._library.bf16_linear_f32 if out_dtype == torch.float32 else self._library.bf16_linear_bf16
         bias_at, weight_at = None if bias is None else bias.data_ptr(), self._panels.data_ptr()
         out_size, in_size = self._shape
+        if bias is not None and len(bias) != out_size:
+            raise ValueError(f"a bias of {len(bias)} does not fit {list(self._shape)}")
 
         def product(x: torch.Tensor) -> torch.Tensor:
-            if x.dtype != torch.bfloat16 or x.shape[1] != in_size or (bias is not None and len(bias) != out_size):
+            rows, size = x.shape
+            if x.dtype != torch.bfloat16 or size != in_size:
                 raise ValueError(f"{x.dtype} {list(x.shape)} does not fit torch.bfloat16 {list(self._shape)}")
             x = x if x.stride(1) == 1 else x.contiguous()
-            rows, threads = x.shape[0], torch.get_num_threads()
             y = self._memory.empty(rows, out_size, out_dtype)
+            threads = torch.get_num_threads()
             function(x.data_ptr(), x.stride(0), weight_at, bias_at, y.data_ptr(), rows, out_size, in_size, threads)
             return y
 
@@ -49,8 +52,11 @@ class Bf16Weight:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """See `devices.base.PackedWeight.rows`."""
+        ids, (num_rows, size) = ids.contiguous(), self._shape
         numbers = ids.numpy()
-        if len(numbers) and (numbers.min() < 0 or numbers.max() >= self._shape[0]):
-            raise IndexError(f"rows {numbers.min()} to {numbers.max()} of a weight with {self._shape[0]}")
-        width = self._panels.shape[2]
-        return self._panels[ids // width, :, ids % width].flatten(1)
+        if len(numbers) and (numbers.min() < 0 or numbers.max() >= num_rows):
+            raise IndexError(f"rows {numbers.min()} to {numbers.max()} of a weight with {num_rows}")
+        out = torch.empty(len(ids), size, dtype=torch.bfloat16)
+        addresses = (self._panels.data_ptr(), ids.data_ptr(), out.data_ptr())
+        self._library.bf16_rows(*addresses, len(ids), size // 2, torch.get_num_threads())
+        return out

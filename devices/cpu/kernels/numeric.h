@@ -131,23 +131,27 @@ static inline void put(bf16 *to, Vec x) {
     std::memcpy(to, &halves, sizeof halves);
 }
 
-// The same of each lane.
-static inline Vec exp_of(Vec x) {
-    typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
-    x = x < -87.f ? Vec{} - 87.f : x;
-    x = x > 88.f ? Vec{} + 88.f : x;
-    Vec shifted = x * 1.44269504f + 12582912.f, n = shifted - 12582912.f;
-    Vec r = x - n * 0.693145752f - n * 1.42860677e-6f;
-    Vec p = r * (1.f / 720) + 1.f / 120;
+// The same of each lane of a vector of floats; `Words` has as many lanes.
+template <class Floats, class Words> static inline Floats exp_lanes(Floats x) {
+    x = x < -87.f ? Floats{} - 87.f : x;
+    x = x > 88.f ? Floats{} + 88.f : x;
+    Floats shifted = x * 1.44269504f + 12582912.f, n = shifted - 12582912.f;
+    Floats r = x - n * 0.693145752f - n * 1.42860677e-6f;
+    Floats p = r * (1.f / 720) + 1.f / 120;
     p = p * r + 1.f / 24;
     p = p * r + 1.f / 6;
     p = p * r + .5f;
     p = p * r + 1.f;
     p = p * r + 1.f;
-    return p * (Vec)(((Words)shifted + 127) << 23);
+    return p * (Floats)(((Words)shifted + 127) << 23);
 }
 
-typedef float Quad __attribute__((vector_size(16)));
+typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
+typedef uint32_t QuadWords __attribute__((vector_size(16)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+
+static inline Vec exp_of(Vec x) { return exp_lanes<Vec, Words>(x); }
+static inline Quad exp_of(Quad x) { return exp_lanes<Quad, QuadWords>(x); }
 
 static inline void put(float *to, Quad x) { std::memcpy(to, &x, sizeof x); }
 
@@ -165,6 +169,23 @@ static inline Quad folded(Vec x) {
     Quad sum = parts[0];
     for (int i = 1; i < LANES / 4; i++) sum += parts[i];
     return sum;
+}
+
+// The largest of four registers' lanes, of which none is NaN.
+static inline Quad maxima(Vec a, Vec b, Vec c, Vec d) {
+    typedef int32_t Order __attribute__((vector_size(16)));
+    auto larger = [](Quad x, Quad y) { return x > y ? x : y; };
+    auto fold = [&](Vec x) {
+        Quad parts[LANES / 4], most;
+        std::memcpy(parts, &x, sizeof x);
+        most = parts[0];
+        for (int i = 1; i < LANES / 4; i++) most = larger(most, parts[i]);
+        return most;
+    };
+    Quad fa = fold(a), fb = fold(b), fc = fold(c), fd = fold(d);
+    Quad ab = larger(__builtin_shuffle(fa, fb, Order{0, 1, 4, 5}), __builtin_shuffle(fa, fb, Order{2, 3, 6, 7}));
+    Quad cd = larger(__builtin_shuffle(fc, fd, Order{0, 1, 4, 5}), __builtin_shuffle(fc, fd, Order{2, 3, 6, 7}));
+    return larger(__builtin_shuffle(ab, cd, Order{0, 2, 4, 6}), __builtin_shuffle(ab, cd, Order{1, 3, 5, 7}));
 }
 
 // The sums of four registers' lanes.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +48,11 @@ class KernelOperators:
         """
         self._memory = memory or ResultMemory()
         self._library = library
+        self._functions = {
+            (name, dtype): getattr(library, f"{name}_{suffix}")
+            for name in ("rms_norm", "add_rms_norm", "silu_mul", "rotate")
+            for dtype, suffix in TYPE_NAMES.items()
+        }
         self._has_fast_bf16 = has_fast_bf16
         self._most_rows = sys.maxsize if deterministic else MAX_KERNEL_ROWS
 
@@ -62,38 +67,51 @@ class KernelOperators:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()
-        out = torch.empty_like(x)
-        size = x.shape[-1]
-        self._run("rms_norm", x, weight, out, x.numel() // size, size, eps)
+        out, size = torch.empty_like(x), x.shape[-1]
+        run = self._function("rms_norm", x)
+        run(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, torch.get_num_threads())
         return out
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = x.contiguous(), residual.contiguous()
-        out, total = torch.empty_like(x), torch.empty_like(x)
         rows, size = x.shape
-        self._run("add_rms_norm", x, residual, weight, out, total, rows, size, eps)
+        out, total = x.new_empty(rows, size), x.new_empty(rows, size)
+        run, places = self._function("add_rms_norm", x), (x, residual, weight, out, total)
+        run(*[tensor.data_ptr() for tensor in places], rows, size, eps, torch.get_num_threads())
         return out, total
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate_up = gate_up.contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, size)
-        self._run("silu_mul", gate_up, out, rows, size)
+        run = self._function("silu_mul", gate_up)
+        run(gate_up.data_ptr(), out.data_ptr(), rows, size, torch.get_num_threads())
         return out
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x = with_whole_tokens(x)
         tokens, heads, dim = x.shape
         out = x.new_empty(tokens, heads, dim)
-        self._run("rotate", x, x.stride(0), cos, sin, out, tokens, heads, dim // 2)
+        run, places = self._function("rotate", x), (cos, sin, out)
+        addresses = [tensor.data_ptr() for tensor in places]
+        run(x.data_ptr(), x.stride(0), *addresses, tokens, heads, dim // 2, torch.get_num_threads())
         return out
 
-    def _run(self, name: str, x: torch.Tensor, *rest: Any) -> None:
-        """Call the kernel for the type of `x`; tensors are given by address, the number of threads comes last."""
-        arguments = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in (x, *rest)]
-        getattr(self._library, f"{name}_{TYPE_NAMES[x.dtype]}")(*arguments, torch.get_num_threads())
+    def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        rows, size = logits.shape
+        best, places = logits.new_empty(rows), torch.empty(rows, dtype=torch.int64)
+        run, threads = self._library.largest_f32, torch.get_num_threads()
+        run(logits.data_ptr(), logits.stride(0), best.data_ptr(), places.data_ptr(), rows, size, threads)
+        return best, places
+
+    def _function(self, name: str, x: torch.Tensor) -> Callable[..., None]:
+        """The kernel for the type of `x`; it takes addresses, sizes and, last, the number of threads."""
+        function: Callable[..., None] = self._functions[name, x.dtype]
+        return function
 
 
 class _KernelLinear:
@@ -151,4 +169,5 @@ class _KernelLinear:
 
 def with_whole_tokens(x: torch.Tensor) -> torch.Tensor:
     """`x` [tokens, heads, dim], copied unless each token's heads lie one behind another."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+    _, head, one = x.stride()
+    return x if one == 1 and head == x.shape[2] else x.contiguous()
