@@ -146,10 +146,10 @@ static inline Ints rounded_bytes(Vec x) { return (Ints)(x + 12582912.f) << 24 >>
 
 // The low bytes of the lanes of a pair, in the order of its elements.
 template <class T> static inline void put_bytes(uint8_t *to, Ints low, Ints high) {
-    typedef uint16_t Words __attribute__((vector_size(LANES * 2)));
+    typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
     typedef uint8_t Bytes __attribute__((vector_size(LANES)));
     if (same<T, bf16>) {  // they alternate
-        Words words = __builtin_convertvector((low & 255) | (high & 255) << 8, Words);
+        Halves words = __builtin_convertvector((low & 255) | (high & 255) << 8, Halves);
         std::memcpy(to, &words, sizeof words);
     } else {
         Bytes bytes[2] = {__builtin_convertvector(low, Bytes), __builtin_convertvector(high, Bytes)};
