@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_paths import PATHS, compiled
 
 from devices.cpu.kernels import build
 from devices.cpu.kernels.packed import KernelPackedWeight
@@ -23,15 +22,6 @@ from devices.quantized import QuantizedWeight, quantize
 
 if shutil.which(build.COMPILER) is None:
     pytest.skip(f"there is no {build.COMPILER}", allow_module_level=True)
-
-PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "avx512 vnni": ("avx512_vnni", ("-march=icelake-server",)),
-    "avx512": ("avx512bw", ("-march=skylake-avx512",)),
-    "avx vnni": ("avx_vnni", ("-march=x86-64-v3", "-mavxvnni")),
-    "avx2": ("avx2", ("-march=x86-64-v3",)),
-    "plain": ("", ()),
-}
-"""A feature that the processor must have, and what makes the compiler use it."""
 
 FORMS = ["Q8_0", "Q4_0", "Q4_1"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -46,29 +36,14 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def compiled(path: str, folder: Path) -> ctypes.CDLL:
-    """The packed kernels alone, for one path."""
-    feature, flags = PATHS[path]
-    known = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
-    if feature and feature not in known:
-        pytest.skip(f"this processor has no {feature}")
-    target = folder / "packed.so"
-    source = build.SOURCE_FOLDER / "packed.cpp"
-    options = ["-O1", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi", *flags]
-    openmp = [str(file) for file in build._openmp_of_torch()]
-    command = [build.COMPILER, *options, "-Wl,--as-needed", str(source), *openmp, "-o", str(target)]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    return build.declared(ctypes.CDLL(str(target)), "packed_")
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compiled("plain", tmp_path_factory.mktemp("plain"))
+    return compiled("plain", tmp_path_factory.mktemp("plain"), ["packed"])
 
 
 @pytest.fixture(scope="module", params=PATHS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compiled(request.param, tmp_path_factory.mktemp("packed"))
+    return compiled(request.param, tmp_path_factory.mktemp("packed"), ["packed"])
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
