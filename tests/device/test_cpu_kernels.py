@@ -298,6 +298,22 @@ def test_attention_of_pairs_without_their_instruction(step: str, plain: ctypes.C
         assert_near(got, want.bfloat16())
 
 
+@pytest.mark.parametrize(("dtype", "kv", "has_fast_bf16"), FORMS_OF_ATTENTION, ids=str)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_what_lies_before_the_window_is_not_read(
+    dtype: torch.dtype, kv: torch.dtype, has_fast_bf16: bool, page_size: int
+) -> None:
+    for length, window in ((130, 45), (64, 7), (65, 2)):
+        pages = Pages([length], [1], (4, 2), 32, page_size, kv)
+        want, *_ = pages.run(KernelAttention(LIBRARY, has_fast_bf16, 4, 2, 32, window), dtype)
+        position = torch.arange(length - window)
+        page, offset = pages.step.page_tables[0].long()[position // page_size], position % page_size
+        for side in (pages.k, pages.v):
+            side[page, :, offset] = float("nan")
+        got, *_ = pages.run(KernelAttention(LIBRARY, has_fast_bf16, 4, 2, 32, window), dtype)
+        assert torch.equal(got, want)
+
+
 def _exact(backend: PagedAttention) -> AttentionBackend:
     """The backend with queries in fp32; keys and values as they come."""
     forward = backend.forward

@@ -131,6 +131,17 @@ def test_what_is_not_a_number_stays_in_its_row(library: ctypes.CDLL, value: floa
         assert torch.isfinite(got[[0, 1, 2, 4, 5, 6]]).all()
 
 
+def test_rows_of_nothing_and_of_almost_nothing(library: ctypes.CDLL) -> None:
+    sizes = torch.tensor([0.0, 1e-38, 1e-20])
+    for form in FORMS:
+        weight = weight_of(form, 33, 64)
+        got = KernelPackedWeight(library, weight, torch.float32).linear()(sizes[:, None].expand(3, 64).contiguous())
+        want = weight.dequantized(torch.float32).sum(1)
+        assert not got[0].any()
+        assert (got[1].abs() <= 1e-30).all()
+        torch.testing.assert_close(got[2] * 1e20, want, rtol=1e-4, atol=1e-3)
+
+
 def test_views_are_taken_and_what_does_not_fit_is_refused(library: ctypes.CDLL) -> None:
     linear = KernelPackedWeight(library, weight_of("Q4_1", 12, 40), torch.float32).linear()
     x = draw(9, 120)
