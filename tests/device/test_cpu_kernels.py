@@ -201,10 +201,17 @@ def test_rotation_of_heads_in_a_wider_row(dtype: torch.dtype, dim: int, tokens: 
 
 
 class Pages:
-    """A step on shuffled pages; keys and values of earlier tokens are there, every other slot is NaN."""
+    """A step on shuffled pages; keys and values of earlier tokens of the window are there, every other slot is NaN."""
 
     def __init__(
-        self, lengths: list[int], news: list[int], heads: tuple[int, int], dim: int, page_size: int, kv: torch.dtype
+        self,
+        lengths: list[int],
+        news: list[int],
+        heads: tuple[int, int],
+        dim: int,
+        page_size: int,
+        kv: torch.dtype,
+        window: int | None = None,
     ) -> None:
         self.heads, self.dim = heads, dim
         num_pages = [page_count(n, page_size) for n in lengths]
@@ -219,14 +226,19 @@ class Pages:
         self.kv = kv
         shape = (sum(num_pages) + 1, heads[1], page_size, dim)
         self.k, self.v = (torch.full(shape, float("nan")).to(kv) for _ in "kv")
-        old = ragged_slots(tables, np.zeros_like(past), past, page_size)
+        gone = np.zeros_like(past) if window is None else np.maximum(past + 1 - window, 0)
+        old = ragged_slots(tables, gone, past - gone, page_size)
         for seed, side in enumerate((self.k, self.v)):
             side[old // page_size, :, old % page_size] = draw(len(old), heads[1], dim, dtype=kv, seed=10 + seed)
 
-    def run(self, backend: AttentionBackend, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def run(
+        self, backend: AttentionBackend, dtype: torch.dtype, scale: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The step's result, and keys and values behind it; queries are `scale` times as large."""
         tokens, (num_heads, num_kv_heads) = len(self.step.slots), self.heads
         row = draw(tokens, num_heads + 2 * num_kv_heads, self.dim, dtype=dtype, seed=5)
         q, k, v = torch.split(row, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        q = q * scale
         backend.plan(self.step)
         if not isinstance(backend, KernelAttention) or not is_laid_out(backend, dtype, self.k):
             layer = KvLayer(self.k.clone(), self.v.clone(), 0)
@@ -277,7 +289,7 @@ def test_attention_over_pages(
 ) -> None:
     shapes = itertools.product((32, 64, 96, 128, 8), (1, 16, 128), (None, 40))
     for dim, page_size, window in list(shapes)[:: 3 if step == "decode" else 7]:
-        pages = Pages(*STEPS[step], heads, dim, page_size, kv)
+        pages = Pages(*STEPS[step], heads, dim, page_size, kv, window)
         got, *got_kv = pages.run(KernelAttention(LIBRARY, has_fast_bf16, *heads, dim, window), dtype)
         if not STEPS[step][0]:
             assert got.shape == (0, heads[0], dim)
@@ -292,26 +304,18 @@ def test_attention_over_pages(
 @pytest.mark.parametrize("step", ["decode", "chunk and decode"])
 def test_attention_of_pairs_without_their_instruction(step: str, plain: ctypes.CDLL) -> None:
     for dim, page_size, window in itertools.product((32, 96), (1, 16), (None, 40)):
-        pages = Pages(*STEPS[step], (9, 3), dim, page_size, torch.bfloat16)
+        pages = Pages(*STEPS[step], (9, 3), dim, page_size, torch.bfloat16, window)
         got, *_ = pages.run(KernelAttention(plain, True, 9, 3, dim, window), torch.bfloat16)
         want, *_ = pages.run(_exact(PagedAttention(9, 3, dim, window)), torch.bfloat16)
         assert_near(got, want.bfloat16())
 
 
 @pytest.mark.parametrize(("dtype", "kv", "has_fast_bf16"), FORMS_OF_ATTENTION, ids=str)
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_what_lies_before_the_window_is_not_read(
-    dtype: torch.dtype, kv: torch.dtype, has_fast_bf16: bool, page_size: int
-) -> None:
-    for length, window in ((130, 45), (64, 7), (65, 2)):
-        pages = Pages([length], [1], (4, 2), 32, page_size, kv)
-        want, *_ = pages.run(KernelAttention(LIBRARY, has_fast_bf16, 4, 2, 32, window), dtype)
-        position = torch.arange(length - window)
-        page, offset = pages.step.page_tables[0].long()[position // page_size], position % page_size
-        for side in (pages.k, pages.v):
-            side[page, :, offset] = float("nan")
-        got, *_ = pages.run(KernelAttention(LIBRARY, has_fast_bf16, 4, 2, 32, window), dtype)
-        assert torch.equal(got, want)
+def test_scores_far_apart_do_not_overflow(dtype: torch.dtype, kv: torch.dtype, has_fast_bf16: bool) -> None:
+    pages = Pages([150, 70], [1, 70], (3, 3), 64, 16, kv)
+    got, *_ = pages.run(KernelAttention(LIBRARY, has_fast_bf16, 3, 3, 64), dtype, scale=100.0)
+    want, *_ = pages.run(_exact(PagedAttention(3, 3, 64)), dtype, scale=100.0)
+    assert_near(got, want.to(dtype))
 
 
 def _exact(backend: PagedAttention) -> AttentionBackend:

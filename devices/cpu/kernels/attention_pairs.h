@@ -51,7 +51,7 @@ struct PairScratch {
         for (int part = 0; part < PARTS; part++) {
             long start = from / BLOCK * BLOCK + part * LANES;
             block.keys[part] = keys, block.values[part] = values;  // nothing of it is used
-            if (start + LANES <= from || start >= to) continue;
+            if (start >= to) continue;
             long page = (table[start / s.page_size] * s.kv_heads + head) * s.page_size, offset = start % s.page_size;
             block.keys[part] = (const uint32_t *)(k_pages + page * dim) + offset;
             block.values[part] = (const uint32_t *)(v_pages + page * dim) + offset / 2 * dim;
