@@ -249,6 +249,7 @@ static void tiles(const RoundedBlock<TOGETHER> *x, int row, int rows, bool fetch
                   const T *bias, Y *y) {
     for (; row + ROWS <= rows; row += ROWS) {
         Vec sum[ROWS][PANELS];
+        // Rows of y lie far apart: their lines are fetched while the tile computes.
         for (int r = 0; r < ROWS; r++) __builtin_prefetch(y + (row + r) * w.outs + panel * LANES, 1);
         tile<BITS, MIN>(x, row, fetch && row == 0, w, panel, sum);
         for (int r = 0; r < ROWS; r++)
