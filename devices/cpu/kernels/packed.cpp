@@ -164,7 +164,7 @@ template <int ROWS> struct RoundedBlock {
     int32_t quads[QUADS][ROWS], start[ROWS];
     float scale[ROWS], total[ROWS];
 
-    // The first `count` elements, then zeros. An infinity or NaN is the scale too: nothing of the row of y is finite then.
+    // The first `count` elements, then zeros. An infinity or NaN is the scale too: nothing of y's row is finite then.
     template <class T> void take(int row, const T *x, long count, int zero) {
         constexpr int PAIRS = BLOCK / PAIR;
         Pair in[PAIRS];
