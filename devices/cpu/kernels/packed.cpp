@@ -309,8 +309,9 @@ static void linear_of(const T *x, long stride, const Packed &w, const T *bias, Y
 }
 
 // out[i] = row ids[i] of W.
-template <class T> static void rows_of(const Packed &w, const int64_t *ids, T *out, long count) {
+template <class T> static void rows_of(const Packed &w, const int64_t *ids, T *out, long count, int threads) {
     long blocks = w.blocks();
+#pragma omp parallel for num_threads(threads) if (count > 8)
     for (long i = 0; i < count; i++) {
         long panel = ids[i] / LANES, lane = ids[i] % LANES;
         for (long k = 0; k < w.ins; k++) {
@@ -335,6 +336,10 @@ void packed_linear_bf16_f32(const bf16 *x, long xs, const Packed *w, const bf16 
 void packed_linear_f32_f32(const float *x, long xs, const Packed *w, const float *b, float *y, long rows, int t) {
     linear_of(x, xs, *w, b, y, rows, t);
 }
-void packed_rows_bf16(const Packed *w, const int64_t *ids, bf16 *out, long count) { rows_of(*w, ids, out, count); }
-void packed_rows_f32(const Packed *w, const int64_t *ids, float *out, long count) { rows_of(*w, ids, out, count); }
+void packed_rows_bf16(const Packed *w, const int64_t *ids, bf16 *out, long count, int t) {
+    rows_of(*w, ids, out, count, t);
+}
+void packed_rows_f32(const Packed *w, const int64_t *ids, float *out, long count, int t) {
+    rows_of(*w, ids, out, count, t);
+}
 }
