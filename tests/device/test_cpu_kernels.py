@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kernel_paths import compiled
 
 from devices.base import AttentionBackend, AttentionMetadata, KvLayer
 from devices.cpu.device import CpuDevice
@@ -105,13 +106,20 @@ def test_a_linear_refuses_another_dtype_or_size() -> None:
             linear(x)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """What multiplies pairs of bf16, without this processor's instructions."""
+    return compiled("plain", tmp_path_factory.mktemp("plain"), ["bf16", "attention"])
+
+
+@pytest.mark.parametrize("is_plain", [False, True], ids=["native", "plain"])
 @pytest.mark.parametrize(("outs", "ins"), [(1, 2), (31, 16), (32, 48), (130, 576), (64, 30), (5, 4098)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_bf16_panels_of_every_shape(outs: int, ins: int, has_bias: bool) -> None:
+def test_bf16_panels_of_every_shape(outs: int, ins: int, has_bias: bool, is_plain: bool, plain: ctypes.CDLL) -> None:
     weight = draw(outs, ins, dtype=torch.bfloat16)
     bias = draw(outs, dtype=torch.bfloat16, seed=1) if has_bias else None
-    linear = KernelOperators(LIBRARY, has_fast_bf16=True).linear(weight, bias, torch.float32)
-    rounded = KernelOperators(LIBRARY, has_fast_bf16=True).linear(weight, bias)
+    held = Bf16Weight(plain if is_plain else LIBRARY, weight)
+    linear, rounded = held.linear(bias, torch.float32), held.linear(bias)
     x = draw(70, ins, dtype=torch.bfloat16, seed=2)
     want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     whole = linear(x)
@@ -242,7 +250,7 @@ class Pages:
 def is_laid_out(backend: KernelAttention, dtype: torch.dtype, pages: torch.Tensor) -> bool:
     """Whether the kernel keeps pages [pages, heads, page_size, dim] in the order of attention_pairs.h."""
     lanes = ctypes.c_int.in_dll(LIBRARY, "packed_lanes").value
-    is_pairs = backend._functions[dtype, dtype] is LIBRARY.attention_pairs and dtype == pages.dtype == torch.bfloat16
+    is_pairs = backend._functions[dtype, dtype].__name__ == "attention_pairs" and dtype == pages.dtype == torch.bfloat16
     return is_pairs and pages.shape[2] % lanes == 0 and pages.shape[3] % lanes == 0
 
 
@@ -291,6 +299,15 @@ def test_attention_over_pages(
         assert_near(got, want.to(dtype))
         for one, other in zip(got_kv, want_kv, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("step", ["decode", "chunk and decode"])
+def test_attention_of_pairs_without_their_instruction(step: str, plain: ctypes.CDLL) -> None:
+    for dim, page_size, window in itertools.product((32, 96), (1, 16), (None, 40)):
+        pages = Pages(*STEPS[step], (9, 3), dim, page_size, torch.bfloat16, window)
+        got, *_ = pages.run(KernelAttention(plain, True, 9, 3, dim, window), torch.bfloat16)
+        want, *_ = pages.run(_exact(PagedAttention(9, 3, dim, window)), torch.bfloat16)
+        assert_near(got, want.bfloat16())
 
 
 @pytest.mark.parametrize(("dtype", "kv", "has_fast_bf16"), FORMS_OF_ATTENTION, ids=str)

@@ -38,7 +38,7 @@ _SIGNATURES = {
     **{f"rotate_{dtype}": "plpppllli" for dtype in ("bf16", "f32")},
     **{f"packed_linear_{types}": "plpppli" for types in ("bf16_bf16", "bf16_f32", "f32_f32")},
     **{f"bf16_linear_{dtype}": "plpppllli" for dtype in ("bf16", "f32")},
-    **{f"packed_rows_{dtype}": "pppl" for dtype in ("bf16", "f32")},
+    **{f"packed_rows_{dtype}": "pppli" for dtype in ("bf16", "f32")},
     "bf16_rows": "ppplli",
     "largest_f32": "plpplli",
     "attention_pairs": "plplplpppplppplpi",

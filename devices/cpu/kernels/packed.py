@@ -49,14 +49,17 @@ class KernelPackedWeight:
         bias_at = None if bias is None else bias.data_ptr()
         weight_at = ctypes.addressof(self._packed)
         out_size, in_size = self._shape
+        if bias is not None and len(bias) != out_size:
+            raise ValueError(f"a bias of {len(bias)} does not fit {list(self._shape)}")
 
         def product(x: torch.Tensor) -> torch.Tensor:
-            if x.dtype != self._dtype or x.shape[1] != in_size or (bias is not None and len(bias) != out_size):
+            rows, size = x.shape
+            if x.dtype != self._dtype or size != in_size:
                 raise ValueError(f"{x.dtype} {list(x.shape)} does not fit {self._dtype} {list(self._shape)}")
             x = x if x.stride(1) == 1 else x.contiguous()
-            y = self._memory.empty(x.shape[0], out_size, out_dtype)
+            y = self._memory.empty(rows, out_size, out_dtype)
             threads = torch.get_num_threads()
-            function(x.data_ptr(), x.stride(0), weight_at, bias_at, y.data_ptr(), x.shape[0], threads)
+            function(x.data_ptr(), x.stride(0), weight_at, bias_at, y.data_ptr(), rows, threads)
             return y
 
         return product
@@ -69,7 +72,7 @@ class KernelPackedWeight:
         if len(numbers) and (numbers.min() < 0 or numbers.max() >= self._shape[0]):
             raise IndexError(f"rows {numbers.min()} to {numbers.max()} of a weight with {self._shape[0]}")
         function = getattr(self._library, f"packed_rows_{TYPE_NAMES[self._dtype]}")
-        function(ctypes.addressof(self._packed), ids.data_ptr(), out.data_ptr(), len(ids))
+        function(ctypes.addressof(self._packed), ids.data_ptr(), out.data_ptr(), len(ids), torch.get_num_threads())
         return out
 
 
