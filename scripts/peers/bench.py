@@ -43,6 +43,9 @@ MEASURES = ("prefill", "decode", "turns", "start")
 QUANTISED_PEERS = ("rung-bf16", "llama-cpp", "openvino")
 """Asked for by default with quantised weights: Rung on bf16, and the engines that compute with such weights."""
 
+SETTLE_S = 0.5
+"""Waited before each sample: threads of the engine before it go on spinning for up to 0.2 s (Intel's OpenMP)."""
+
 Note = Callable[[str], None]
 
 
@@ -109,6 +112,7 @@ def measure(
         for what, command in measures_of(options).items():
             short = {"turns": 1} if index < 0 and what == "turns" else {}  # enough to warm up
             for name in turns(list(workers), max(index, 0)):
+                time.sleep(SETTLE_S)
                 try:
                     answer = workers[name].ask(command | {"seed": 1000 + index} | short)
                 except SetupError as error:
