@@ -196,6 +196,22 @@ class Operators(Protocol):
         """Turn the pairs (i, i + dim / 2) of `x` [tokens, heads, dim]; cos, sin: float32 [tokens, dim / 2]."""
         ...
 
+    def norm_linear(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float, linear: Linear
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`linear` of the norm of `x + residual`, and that sum."""
+        ...
+
+    def linear_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, linear: Linear, norm: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of `linear(x) + residual`, and that sum."""
+        ...
+
+    def gated_mlp(self, x: torch.Tensor, gate_up: Linear, down: Linear) -> torch.Tensor:
+        """`down(silu_mul(gate_up(x)))`."""
+        ...
+
     def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest number of each row of float32 [rows, vocab_size], and its first place, int64; both [rows].
 

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from devices.base import Linear
+from devices.torch_forms.composed import ComposedOperators
 
 
-class TritonOperators:
+class TritonOperators(ComposedOperators):
     """See `devices.base.Operators`; sums, gates and turns are computed in fp32 and rounded once."""
 
     def __init__(self) -> None:

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 
 from devices.base import Linear
 from devices.npu.arguments.layer import add_rms_norm, rms_norm, rotary_mul, swiglu
+from devices.torch_forms.composed import ComposedOperators
 
 
-class NpuOperators:
+class NpuOperators(ComposedOperators):
     """See `devices.base.Operators`. Norms and gates are the operators' own precision; cosines and sines are rounded to
     the dtype of what they turn, for the operator takes one dtype."""
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from devices.base import Linear
+from devices.torch_forms.composed import ComposedOperators
 
 
 def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,7 +23,7 @@ def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return logits.gather(-1, ids[:, None])[:, 0], ids
 
 
-class TorchOperators:
+class TorchOperators(ComposedOperators):
     """See `devices.base.Operators`; sums and rotations are computed in fp32 and rounded once."""
 
     def linear(

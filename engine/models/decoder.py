@@ -56,22 +56,24 @@ class DecoderLayer:
         self, x: torch.Tensor, residual: torch.Tensor, turns: Rotation, attention: AttentionBackend, kv: KvLayer
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's input and its output are sums of two addends, all [tokens, hidden_size]: whoever norms adds."""
-        add_norm, eps = self._operators.add_rms_norm, self.config.rms_norm_eps
-        x, residual = add_norm(x, residual, self.input_norm, eps)
-        x, residual = add_norm(self._attend(x, turns, attention, kv), residual, self.post_norm, eps)
+        operators, eps = self._operators, self.config.rms_norm_eps
+        qkv, residual = operators.norm_linear(x, residual, self.input_norm, eps, self.qkv.linear)
+        attended = self._attend(qkv, turns, attention, kv)
+        x, residual = operators.linear_norm(attended, residual, self.out.linear, self.post_norm, eps)
         return self.mlp(x), residual
 
-    def _attend(self, x: torch.Tensor, turns: Rotation, attention: AttentionBackend, kv: KvLayer) -> torch.Tensor:
-        config, num_tokens = self.config, x.shape[0]
+    def _attend(self, qkv: torch.Tensor, turns: Rotation, attention: AttentionBackend, kv: KvLayer) -> torch.Tensor:
+        """What the heads get, [tokens, q_size]; qkv: queries, keys and values, side by side."""
+        config, num_tokens = self.config, len(qkv)
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         # `split_with_sizes`, because `torch.split` takes longer to find out that it is meant.
-        qkv = self.qkv(x).view(num_tokens, heads + 2 * kv_heads, dim)
-        qk, v = qkv.split_with_sizes([heads + kv_heads, kv_heads], dim=1)
+        by_head = qkv.view(num_tokens, heads + 2 * kv_heads, dim)
+        qk, v = by_head.split_with_sizes([heads + kv_heads, kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split_with_sizes([heads, kv_heads], dim=1)
             qk = torch.cat([self._norm(q, self.q_norm), self._norm(k, self.k_norm)], dim=1)
         q, k = self._operators.rotate(qk, turns.cos, turns.sin).split_with_sizes([heads, kv_heads], dim=1)
-        return self.out(attention.forward(q, k, v, kv).reshape(num_tokens, self.q_size))
+        return attention.forward(q, k, v, kv).reshape(num_tokens, self.q_size)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._operators.rms_norm(x, weight, self.config.rms_norm_eps)

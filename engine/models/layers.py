@@ -28,10 +28,10 @@ class GatedMlp:
     def __init__(self, parts: Parts, hidden_size: int, intermediate_size: int, bias: bool) -> None:
         self._gate_up = parts.linear(hidden_size, (intermediate_size, intermediate_size), bias)
         self._down = parts.linear(intermediate_size, (hidden_size,), bias)
-        self._activate = parts.operators.silu_mul
+        self._operators = parts.operators
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(self._activate(self._gate_up(x)))
+        return self._operators.gated_mlp(x, self._gate_up.linear, self._down.linear)
 
     def destinations(self, prefix: str) -> Named:
         gate_up = self._gate_up.destinations([f"{prefix}.gate_proj", f"{prefix}.up_proj"])
@@ -52,7 +52,7 @@ class MoeMlp:
         self._experts = [GatedMlp(parts, hidden_size, size, bias=False) for _ in range(moe.num_experts)]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        scores = torch.softmax(self._router(x), dim=-1, dtype=torch.float32)
+        scores = torch.softmax(self._router.linear(x), dim=-1, dtype=torch.float32)
         shares, chosen = torch.topk(scores, self._moe.num_experts_per_token, dim=-1)
         if self._moe.normalise_top_k:
             shares = shares / shares.sum(dim=-1, keepdim=True)

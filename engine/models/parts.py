@@ -24,9 +24,13 @@ _TABLE_BITS: Bits = 8  # of embedding and head, where an error costs most
 
 
 class FusedLinear(Protocol):
-    """Several projections of the same input: `y = x W^T + b`, the parts side by side in `y`."""
+    """Several projections of the same input: `y = x W^T + b`, the parts side by side in `y`.
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    Attributes:
+        linear: the product, once it is prepared.
+    """
+
+    linear: Linear
 
     def prepare(self, device: Device) -> int:
         """Give the filled weights to the device, and say how many bytes they have."""
@@ -42,14 +46,11 @@ class PlainLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, sizes: Sequence[int]) -> None:
         self._weight, self._bias, self._sizes = weight, bias, list(sizes)
-        self._product: Linear
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x)
+        self.linear: Linear
 
     def prepare(self, device: Device) -> int:
         num_bytes = self._weight.nbytes
-        self._product = device.operators.linear(self._weight, self._bias)
+        self.linear = device.operators.linear(self._weight, self._bias)
         del self._weight, self._bias
         return num_bytes
 
@@ -63,28 +64,25 @@ class SlottedLinear:
 
     def __init__(self, slots: Sequence[WeightSlot], bias: torch.Tensor | None) -> None:
         self._slots, self._bias = list(slots), bias
-        self._products: list[Linear] = []
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(self._products) == 1:
-            return self._products[0](x)
-        return torch.cat([product(x) for product in self._products], dim=-1)
+        self.linear: Linear
 
     def prepare(self, device: Device) -> int:
         num_bytes = start = 0
+        products: list[Linear] = []
         for _, run in groupby(self._slots, key=lambda slot: _form(slot.weight)):
             slots = list(run)
             end = start + sum(slot.shape[0] for slot in slots)
             bias = None if self._bias is None else self._bias[start:end]
             held = _held([slot.take() for slot in slots], slots[0].dtype, device)
             if isinstance(held, torch.Tensor):
-                self._products.append(device.operators.linear(held, bias))
+                products.append(device.operators.linear(held, bias))
                 num_bytes += held.nbytes
             else:
-                self._products.append(held.linear(bias))
+                products.append(held.linear(bias))
                 num_bytes += held.num_bytes
             start = end
         self._slots.clear()
+        self.linear = products[0] if len(products) == 1 else _side_by_side(products)
         return num_bytes
 
     def destinations(self, names: Sequence[str]) -> Named:
@@ -185,6 +183,10 @@ def _biases(names: Sequence[str], bias: torch.Tensor | None, sizes: Sequence[int
     if bias is None:
         return {}
     return {f"{name}.bias": part for name, part in zip(names, torch.split(bias, list(sizes)), strict=True)}
+
+
+def _side_by_side(products: Sequence[Linear]) -> Linear:
+    return lambda x: torch.cat([product(x) for product in products], dim=-1)
 
 
 def _form(weight: torch.Tensor | QuantizedWeight) -> tuple[Bits, bool] | None:

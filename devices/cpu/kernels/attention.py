@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from devices.base import AttentionMetadata, KvLayer
-from devices.cpu.kernels.operators import TYPE_NAMES, with_whole_tokens
+from devices.cpu.kernels.linear import TYPE_NAMES
+from devices.cpu.kernels.operators import with_whole_tokens
 
 
 class _Shape(ctypes.Structure):

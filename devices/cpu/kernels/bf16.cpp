@@ -72,10 +72,10 @@ extern const int bf16_width = WIDTH;
 void bf16_rows(const uint32_t *weight, const int64_t *ids, uint32_t *out, long count, long pairs, int threads) {
     rows(weight, ids, out, count, pairs, threads);
 }
-void bf16_linear_bf16(const bf16 *x, long xs, const uint32_t *w, const bf16 *b, bf16 *y, long m, long n, long k, int t) {
-    linear(x, xs, w, b, y, m, n, k, t);
+void bf16_linear_bf16(const bf16 *x, long xs, const void *w, const bf16 *b, bf16 *y, long m, long n, long k, int t) {
+    linear(x, xs, (const uint32_t *)w, b, y, m, n, k, t);
 }
-void bf16_linear_f32(const bf16 *x, long xs, const uint32_t *w, const bf16 *b, float *y, long m, long n, long k, int t) {
-    linear(x, xs, w, b, y, m, n, k, t);
+void bf16_linear_f32(const bf16 *x, long xs, const void *w, const bf16 *b, float *y, long m, long n, long k, int t) {
+    linear(x, xs, (const uint32_t *)w, b, y, m, n, k, t);
 }
 }

@@ -7,7 +7,7 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from devices.base import Linear
+from devices.cpu.kernels.linear import TYPE_NAMES, KernelLinear
 from devices.cpu.kernels.memory import ResultMemory
 
 
@@ -30,25 +30,12 @@ class Bf16Weight:
         self._panels = panels.transpose(1, 2).contiguous()  # [panels, in / 2, width, 2]
         self.num_bytes = self._panels.nbytes
 
-    def linear(self, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> Linear:
-        out_dtype = out_dtype or torch.bfloat16
-        function = self._library.bf16_linear_f32 if out_dtype == torch.float32 else self._library.bf16_linear_bf16
-        bias_at, weight_at = None if bias is None else bias.data_ptr(), self._panels.data_ptr()
-        out_size, in_size = self._shape
-        if bias is not None and len(bias) != out_size:
-            raise ValueError(f"a bias of {len(bias)} does not fit {list(self._shape)}")
-
-        def product(x: torch.Tensor) -> torch.Tensor:
-            rows, size = x.shape
-            if x.dtype != torch.bfloat16 or size != in_size:
-                raise ValueError(f"{x.dtype} {list(x.shape)} does not fit torch.bfloat16 {list(self._shape)}")
-            x = x if x.stride(1) == 1 else x.contiguous()
-            y = self._memory.empty(rows, out_size, out_dtype)
-            threads = torch.get_num_threads()
-            function(x.data_ptr(), x.stride(0), weight_at, bias_at, y.data_ptr(), rows, out_size, in_size, threads)
-            return y
-
-        return product
+    def linear(self, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> KernelLinear:
+        dtype = torch.bfloat16
+        out_dtype = out_dtype or dtype
+        function = getattr(self._library, f"bf16_linear_{TYPE_NAMES[out_dtype]}")
+        weight_at = self._panels.data_ptr()
+        return KernelLinear(function, weight_at, self._panels, self._shape, bias, dtype, out_dtype, self._memory)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """See `devices.base.PackedWeight.rows`."""

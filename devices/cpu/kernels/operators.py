@@ -18,7 +18,9 @@ import torch.nn.functional as F
 
 from devices.base import Linear
 from devices.cpu.kernels.bf16 import Bf16Weight, takes
+from devices.cpu.kernels.linear import TYPE_NAMES, KernelLinear
 from devices.cpu.kernels.memory import ResultMemory
+from devices.torch_forms.composed import ComposedOperators
 
 MAX_KERNEL_ROWS = 64
 """With more rows than this, MKL is faster."""
@@ -26,10 +28,10 @@ MAX_KERNEL_ROWS = 64
 WIDENED_FLOATS = 1 << 21
 """Elements of a bf16 weight that are widened at once (8 MiB of fp32, less than a last-level cache)."""
 
-TYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+_OF_A_TYPE = ("rms_norm", "add_rms_norm", "silu_mul", "rotate", "norm_linear", "linear_norm", "gated_mlp")
 
 
-class KernelOperators:
+class KernelOperators(ComposedOperators):
     """See `devices.base.Operators`. Tensors may have any row stride; rows are copied when they are not contiguous."""
 
     def __init__(
@@ -50,7 +52,7 @@ class KernelOperators:
         self._library = library
         self._functions = {
             (name, dtype): getattr(library, f"{name}_{suffix}")
-            for name in ("rms_norm", "add_rms_norm", "silu_mul", "rotate")
+            for name in _OF_A_TYPE
             for dtype, suffix in TYPE_NAMES.items()
         }
         self._has_fast_bf16 = has_fast_bf16
@@ -61,9 +63,12 @@ class KernelOperators:
     ) -> Linear:
         if self._has_fast_bf16 and takes(weight):
             return Bf16Weight(self._library, weight, self._memory).linear(bias, out_dtype)
-        most_rows = self._most_rows
-        out_dtype = out_dtype or weight.dtype
-        return _KernelLinear(self._library, weight, bias, out_dtype, self._has_fast_bf16, most_rows, self._memory)
+        dtype, weight = weight.dtype, weight.contiguous()
+        out_dtype = out_dtype or dtype
+        function = getattr(self._library, f"linear_{TYPE_NAMES[dtype]}_{TYPE_NAMES[out_dtype]}")
+        at = weight.data_ptr()
+        few = KernelLinear(function, at, weight, weight.shape, bias, dtype, out_dtype, self._memory)
+        return _PlainLinear(few, weight, bias, self._has_fast_bf16, self._most_rows)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()
@@ -99,6 +104,43 @@ class KernelOperators:
         run(x.data_ptr(), x.stride(0), *addresses, tokens, heads, dim // 2, torch.get_num_threads())
         return out
 
+    def norm_linear(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float, linear: Linear
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        product, (rows, size) = _kernel_of(linear, x), x.shape
+        if product is None or product.in_size != size:
+            return super().norm_linear(x, residual, norm, eps, linear)
+        x, residual = x.contiguous(), residual.contiguous()
+        normed, total, y = x.new_empty(rows, size), x.new_empty(rows, size), product.result(rows)
+        run, sources = self._function("norm_linear", x), (x.data_ptr(), residual.data_ptr(), norm.data_ptr())
+        results = (normed.data_ptr(), total.data_ptr(), y.data_ptr())
+        run(*sources, eps, product.address, *results, rows, torch.get_num_threads())
+        return y, total
+
+    def linear_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, linear: Linear, norm: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        product, rows = _kernel_of(linear, x), len(x)
+        if product is None:
+            return super().linear_norm(x, residual, linear, norm, eps)
+        x, residual = product.checked(x), residual.contiguous()
+        size = product.out_size
+        y, normed, total = product.result(rows), x.new_empty(rows, size), x.new_empty(rows, size)
+        run, results = self._function("linear_norm", x), (y.data_ptr(), normed.data_ptr(), total.data_ptr())
+        sources = (x.data_ptr(), x.stride(0), product.address, residual.data_ptr(), norm.data_ptr())
+        run(*sources, eps, *results, rows, torch.get_num_threads())
+        return normed, total
+
+    def gated_mlp(self, x: torch.Tensor, gate_up: Linear, down: Linear) -> torch.Tensor:
+        first, last, rows = _kernel_of(gate_up, x), _kernel_of(down, x), len(x)
+        if first is None or last is None or first.out_size != 2 * last.in_size:
+            return super().gated_mlp(x, gate_up, down)
+        x = first.checked(x)
+        wide, gated, y = first.result(rows), x.new_empty(rows, last.in_size), last.result(rows)
+        run, results = self._function("gated_mlp", x), (wide.data_ptr(), gated.data_ptr(), y.data_ptr())
+        run(x.data_ptr(), x.stride(0), first.address, last.address, *results, rows, torch.get_num_threads())
+        return y
+
     def largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if logits.stride(1) != 1:
             logits = logits.contiguous()
@@ -114,53 +156,36 @@ class KernelOperators:
         return function
 
 
-class _KernelLinear:
-    """`y = x W^T + b`, x [rows, in] and W [out, in] of one type."""
+def _kernel_of(linear: Linear, x: torch.Tensor) -> KernelLinear | None:
+    """The product that a kernel may call for `x` [rows, in] in place of `linear`, if there is one."""
+    if isinstance(linear, _PlainLinear) and len(x) <= linear.most_rows:
+        linear = linear.few
+    if isinstance(linear, KernelLinear) and linear.dtype == linear.out_dtype == x.dtype:
+        return linear
+    return None
+
+
+class _PlainLinear:
+    """A weight as it is: read by the kernel for few rows, by torch for more than `most_rows`."""
 
     def __init__(
-        self,
-        library: ctypes.CDLL,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        out_dtype: torch.dtype,
-        has_fast_bf16: bool,
-        most_rows: int,
-        memory: ResultMemory,
+        self, few: KernelLinear, weight: torch.Tensor, bias: torch.Tensor | None, has_fast_bf16: bool, most_rows: int
     ) -> None:
-        """`most_rows`: with more than these, torch computes."""
-        self._memory = memory
-        self._weight, self._bias, self._out_dtype = weight.contiguous(), bias, out_dtype
-        self._function = getattr(library, f"linear_{TYPE_NAMES[weight.dtype]}_{TYPE_NAMES[out_dtype]}")
+        self.few, self.most_rows = few, most_rows
+        self._weight, self._bias = weight, bias
         self._widens = weight.dtype == torch.bfloat16 and not has_fast_bf16
-        self._most_rows = most_rows
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != self._weight.dtype or x.shape[1] != self._weight.shape[1]:
-            raise ValueError(f"{x.dtype} {list(x.shape)} does not fit {self._weight.dtype} {list(self._weight.shape)}")
-        if x.shape[0] > self._most_rows:
-            return (self._widened(x) if self._widens else F.linear(x, self._weight, self._bias)).to(self._out_dtype)
-        x = x if x.stride(1) == 1 else x.contiguous()
-        out_size, in_size = self._weight.shape
-        y = self._memory.empty(x.shape[0], out_size, self._out_dtype)
-        bias = None if self._bias is None else self._bias.data_ptr()
-        self._function(
-            x.data_ptr(),
-            x.stride(0),
-            self._weight.data_ptr(),
-            bias,
-            y.data_ptr(),
-            x.shape[0],
-            out_size,
-            in_size,
-            torch.get_num_threads(),
-        )
-        return y
+        if len(x) <= self.most_rows:
+            return self.few(x)
+        x = self.few.checked(x)
+        return (self._widened(x) if self._widens else F.linear(x, self._weight, self._bias)).to(self.few.out_dtype)
 
     def _widened(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [rows, out]."""
         x = x.float()
         out_size, in_size = self._weight.shape
-        y = self._memory.empty(x.shape[0], out_size, torch.float32)
+        y = x.new_empty(len(x), out_size)
         parts = torch.split(self._weight, max(1, WIDENED_FLOATS // in_size))
         for columns, part in zip(torch.split(y, len(parts[0]), dim=1), parts, strict=True):
             torch.mm(x, part.float().T, out=columns)

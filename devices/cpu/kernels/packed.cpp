@@ -327,14 +327,14 @@ template <class T> static void rows_of(const Packed &w, const int64_t *ids, T *o
 
 extern "C" {
 extern const int packed_lanes = LANES;
-void packed_linear_bf16_bf16(const bf16 *x, long xs, const Packed *w, const bf16 *b, bf16 *y, long rows, int t) {
-    linear_of(x, xs, *w, b, y, rows, t);
+void packed_linear_bf16_bf16(const bf16 *x, long xs, const void *w, const bf16 *b, bf16 *y, long rows, long, long, int t) {
+    linear_of(x, xs, *(const Packed *)w, b, y, rows, t);
 }
-void packed_linear_bf16_f32(const bf16 *x, long xs, const Packed *w, const bf16 *b, float *y, long rows, int t) {
-    linear_of(x, xs, *w, b, y, rows, t);
+void packed_linear_bf16_f32(const bf16 *x, long xs, const void *w, const bf16 *b, float *y, long rows, long, long, int t) {
+    linear_of(x, xs, *(const Packed *)w, b, y, rows, t);
 }
-void packed_linear_f32_f32(const float *x, long xs, const Packed *w, const float *b, float *y, long rows, int t) {
-    linear_of(x, xs, *w, b, y, rows, t);
+void packed_linear_f32_f32(const float *x, long xs, const void *w, const float *b, float *y, long rows, long, long, int t) {
+    linear_of(x, xs, *(const Packed *)w, b, y, rows, t);
 }
 void packed_rows_bf16(const Packed *w, const int64_t *ids, bf16 *out, long count, int t) {
     rows_of(*w, ids, out, count, t);

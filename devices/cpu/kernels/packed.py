@@ -7,9 +7,8 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from devices.base import Linear
+from devices.cpu.kernels.linear import TYPE_NAMES, KernelLinear
 from devices.cpu.kernels.memory import ResultMemory
-from devices.cpu.kernels.operators import TYPE_NAMES
 from devices.quantized import QuantizedWeight
 
 _COLUMNS_OF_A_WORD = 4
@@ -43,26 +42,12 @@ class KernelPackedWeight:
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         self._packed = _Packed(*addresses, *weight.shape, weight.bits, weight.zero)
 
-    def linear(self, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> Linear:
-        out_dtype = out_dtype or self._dtype
-        function = getattr(self._library, f"packed_linear_{TYPE_NAMES[self._dtype]}_{TYPE_NAMES[out_dtype]}")
-        bias_at = None if bias is None else bias.data_ptr()
+    def linear(self, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> KernelLinear:
+        dtype = self._dtype
+        out_dtype = out_dtype or dtype
+        function = getattr(self._library, f"packed_linear_{TYPE_NAMES[dtype]}_{TYPE_NAMES[out_dtype]}")
         weight_at = ctypes.addressof(self._packed)
-        out_size, in_size = self._shape
-        if bias is not None and len(bias) != out_size:
-            raise ValueError(f"a bias of {len(bias)} does not fit {list(self._shape)}")
-
-        def product(x: torch.Tensor) -> torch.Tensor:
-            rows, size = x.shape
-            if x.dtype != self._dtype or size != in_size:
-                raise ValueError(f"{x.dtype} {list(x.shape)} does not fit {self._dtype} {list(self._shape)}")
-            x = x if x.stride(1) == 1 else x.contiguous()
-            y = self._memory.empty(rows, out_size, out_dtype)
-            threads = torch.get_num_threads()
-            function(x.data_ptr(), x.stride(0), weight_at, bias_at, y.data_ptr(), rows, threads)
-            return y
-
-        return product
+        return KernelLinear(function, weight_at, self, self._shape, bias, dtype, out_dtype, self._memory)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, [tokens, in], by `ids`, int64 [tokens]."""
