@@ -52,7 +52,7 @@ FORMS: list[tuple[Callable[[torch.Tensor, torch.Tensor | None], Linear], torch.d
 
 @pytest.mark.parametrize("rows", [0, 1, 5, MAX_KERNEL_ROWS + 6])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("form", "dtype"), FORMS, ids=str)
+@pytest.mark.parametrize(("form", "dtype"), FORMS, ids=[f"{form.__name__} {dtype}" for form, dtype in FORMS])
 def test_together_is_one_after_another(
     form: Callable[[torch.Tensor, torch.Tensor | None], Linear], dtype: torch.dtype, has_bias: bool, rows: int
 ) -> None:
