@@ -1,7 +1,7 @@
 // A task of attention for queries, keys and values in bf16 on processors that multiply pairs of it; see attention.cpp.
 //
-// What a head has in a page lies there as products want it, so that a lane is a position of the keys, or a column of the
-// values, and nothing is folded:
+// What a head has in a page lies there as products want it: a lane is a position of the keys, or a column of the values,
+// and nothing is folded:
 //
 //     keys    words [dim / 2][page_size]     two neighbouring columns of a position
 //     values  words [page_size / 2][dim]     a column of two neighbouring positions
@@ -66,10 +66,11 @@ struct PairScratch {
             long start = first + part * LANES;
             if (start >= from && start + LANES <= to) continue;
             uint32_t *clean = values + part * LANES / 2 * dim;
+            auto is_read = [&](long position) { return position >= from && position < to; };
             for (long pair = 0; pair < LANES / 2; pair++) {
                 long even = start + 2 * pair;
-                uint32_t kept = (even >= from && even < to ? 0xffffu : 0) | (even + 1 >= from && even + 1 < to ? 0xffff0000u : 0);
-                for (long i = 0; i < dim; i++) clean[pair * dim + i] = kept ? block.values[part][pair * dim + i] & kept : 0;
+                uint32_t kept = (is_read(even) ? 0xffffu : 0) | (is_read(even + 1) ? 0xffff0000u : 0);
+                for (long i = 0; i < dim; i++) clean[pair * dim + i] = block.values[part][pair * dim + i] & kept;
             }
             block.values[part] = clean;
         }

@@ -1,4 +1,4 @@
-// Neighbours of a layer in one call. With few rows, what Python does between two calls takes longer than a norm or a gate.
+// Neighbours of a layer in one call. With few rows, what Python does between two calls takes longer than a norm.
 
 #include "numeric.h"
 
