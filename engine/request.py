@@ -107,7 +107,6 @@ class Request:
     id: str
     params: SamplingParams
     held: Holding
-    kv: ReqKvInfo
     prompt_len: int
     max_tokens: int
     stop_ids: frozenset[int]
@@ -118,7 +117,6 @@ class Request:
     text: TextStream | None
     _buffer: IntArray
     num_known: int
-    last_id: int
     session: Session | None = None
     turn: Turn | None = None
     status: RequestStatus = RequestStatus.WAITING
@@ -134,6 +132,11 @@ class Request:
     grammar: GrammarState | None = None
     _counts: dict[int, int] | None = None
     timings: Timings = field(default_factory=Timings)
+    kv: ReqKvInfo = field(init=False)
+    last_id: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kv, self.last_id = self.held.record, int(self._buffer[self.num_known - 1])
 
     @property
     def lock(self) -> LockReceipt | None:
@@ -259,7 +262,6 @@ def new_request(
         id=request_id,
         params=params,
         held=prompt.held,
-        kv=prompt.held.record,
         prompt_len=prompt.length,
         max_tokens=len(prompt.buffer),
         stop_ids=eos | frozenset(params.stop_token_ids) if params.stop_token_ids else eos,
@@ -270,7 +272,6 @@ def new_request(
         text=text,
         _buffer=prompt.buffer,
         num_known=prompt.length,
-        last_id=int(prompt.buffer[prompt.length - 1]),
         session=prompt.session,
         turn=prompt.turn,
         status=status,

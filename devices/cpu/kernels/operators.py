@@ -68,7 +68,7 @@ class KernelOperators(ComposedOperators):
         function = getattr(self._library, f"linear_{TYPE_NAMES[dtype]}_{TYPE_NAMES[out_dtype]}")
         at = weight.data_ptr()
         few = KernelLinear(function, at, weight, weight.shape, bias, dtype, out_dtype, self._memory)
-        return _PlainLinear(few, weight, bias, self._has_fast_bf16, self._most_rows)
+        return _PlainLinear(few, weight, bias, self._has_fast_bf16, self._most_rows, self._memory)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()
@@ -169,10 +169,16 @@ class _PlainLinear:
     """A weight as it is: read by the kernel for few rows, by torch for more than `most_rows`."""
 
     def __init__(
-        self, few: KernelLinear, weight: torch.Tensor, bias: torch.Tensor | None, has_fast_bf16: bool, most_rows: int
+        self,
+        few: KernelLinear,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        has_fast_bf16: bool,
+        most_rows: int,
+        memory: ResultMemory,
     ) -> None:
         self.few, self.most_rows = few, most_rows
-        self._weight, self._bias = weight, bias
+        self._weight, self._bias, self._memory = weight, bias, memory
         self._widens = weight.dtype == torch.bfloat16 and not has_fast_bf16
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -185,7 +191,7 @@ class _PlainLinear:
         """float32 [rows, out]."""
         x = x.float()
         out_size, in_size = self._weight.shape
-        y = x.new_empty(len(x), out_size)
+        y = self._memory.empty(len(x), out_size, torch.float32)
         parts = torch.split(self._weight, max(1, WIDENED_FLOATS // in_size))
         for columns, part in zip(torch.split(y, len(parts[0]), dim=1), parts, strict=True):
             torch.mm(x, part.float().T, out=columns)
